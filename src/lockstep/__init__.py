@@ -1,0 +1,1 @@
+"""Exactly-once bulk export and import for Apache Iceberg."""

@@ -1,0 +1,38 @@
+"""Where a task puts its rows: finished files that no reader can see yet.
+
+Implementations: `datafile` (Parquet data files in the table's location).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from lockstep.job import StagedFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Sink(Protocol):
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take rows in the target's Arrow schema. Memory stays within the sink's budget."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """True when it is time to flush: a file has reached its size."""
+        ...
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes written to files that are not finished yet."""
+        ...
+
+    def flush(self) -> list[StagedFile]:
+        """Finish every open file and confirm its size; all rows added so far are in what was returned
+        by this and earlier calls."""
+        ...
+
+    def abort(self) -> None:
+        """Give up open files; finished ones are left for the sweep."""
+        ...

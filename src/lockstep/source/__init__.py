@@ -1,0 +1,155 @@
+"""Where rows come from: list partitions, freeze one, cut it into tasks, read them from any position.
+
+A source is opened from an address with its secrets filled in; what it returns (pins, descriptors,
+positions) is JSON without secrets. Implementations: `clickhouse` (a server, or chDB through
+`chdb_server`), `parquet`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class SourceColumn:
+    """A column as the source names it, and the Iceberg type that holds every value of it exactly.
+
+    `type` is Iceberg's own text (`long`, `decimal(20, 0)`, `list<...>` as PyIceberg prints it is not
+    parseable, so nested types are Iceberg's JSON). Where none is exact, `type` is None, `problem` says
+    why, and `lossy_type` is what `--allow-lossy` would store, if anything.
+    """
+
+    name: str
+    native_type: str
+    type: str | Json | None
+    nullable: bool
+    lossy_type: str | Json | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class SourceField:
+    """A partition or sort field as the source has it, in Iceberg's words: `month` of `ts`.
+
+    `transform` is Iceberg's text: identity, year, month, day, hour, bucket[16], truncate[4].
+    """
+
+    column: str
+    transform: str = "identity"
+    descending: bool = False
+    nulls_first: bool = True
+
+
+@dataclass(frozen=True)
+class SourceTable:
+    """What a source says of itself. `identity` tells two sources apart, without secrets.
+
+    `partitioning` is None when the source's partition key has no exact counterpart in Iceberg.
+    """
+
+    name: str
+    identity: str
+    columns: Sequence[SourceColumn]
+    partitioning: Sequence[SourceField] | None
+    partition_key: str
+    """The partition key in the source's own words, for messages."""
+    sorting: Sequence[SourceField] = ()
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    name: str
+    rows: int
+    size_bytes: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class PartitionInfo:
+    """`partition_id` is what `--partition` takes; `label` is how the source shows its value."""
+
+    partition_id: str
+    label: str
+    rows: int
+    size_bytes: int
+    parts: Sequence[PartInfo]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A frozen partition. `detail` is all that reading and unpinning need."""
+
+    detail: Json
+    parts: Sequence[PartInfo]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A batch in the target's Arrow schema. `position` is set where a later attempt could go on after it."""
+
+    batch: pa.RecordBatch
+    position: Position | None = None
+
+
+class Source(Protocol):
+    def describe(self) -> SourceTable:
+        """Raises: Invalid for an unknown table; Retryable if the server does not answer."""
+        ...
+
+    def partitions(self) -> list[PartitionInfo]: ...
+
+    def pin(self, name: str, partition_id: str, parts: Sequence[str] | None, *, frozen: bool = True) -> Pin:
+        """Freeze a partition, or some parts of it, under a name of ours.
+
+        `frozen` False only notes the parts (`--no-pin`): reading fails, naming the part, when one has gone.
+        Raises: Invalid for an unknown partition or part; nothing stays pinned then.
+        """
+        ...
+
+    def distinct_rows(self, pin: Pin, columns: Sequence[ColumnMap]) -> Iterator[pa.RecordBatch]:
+        """Rows that show every combination of values of these columns in the pin, in target types.
+
+        They may repeat. For columns that a monotonic transform uses, min and max rows are enough only
+        if the caller asks `bounds`; this one is exhaustive.
+        """
+        ...
+
+    def bounds(self, pin: Pin, columns: Sequence[ColumnMap]) -> pa.Table:
+        """At most three rows: the least values, the greatest values, and NULLs where there are any."""
+        ...
+
+    def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
+        """Cut a pin into tasks of about `task_bytes`: small parts together, a large one in several.
+
+        The same pin gives the same tasks.
+        """
+        ...
+
+    def read(
+        self,
+        pin: Json,
+        descriptor: Json,
+        position: Position | None,
+        columns: Sequence[ColumnMap],
+        batch_bytes: int,
+    ) -> Iterator[Chunk]:
+        """The rows of a task after `position`, as batches of about `batch_bytes` in the target's types.
+
+        The last chunk always has a position. A task without rows yields nothing.
+        Raises: Corrupt if what is there is not what was pinned; Retryable if the server does not answer.
+        """
+        ...
+
+    def unpin(self, pin: Json, timeout_s: float) -> None:
+        """Give the frozen copy up. One that is gone already is no error. Never waits beyond `timeout_s`."""
+        ...
+
+    def close(self) -> None: ...

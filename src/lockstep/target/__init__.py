@@ -1,0 +1,69 @@
+"""Where rows are published, and the register that holds the outcome of a commit id.
+
+The register is written once: committed or fenced, whichever came first. Implementations: `iceberg`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from lockstep.job import Json, Plan, StagedFile
+
+
+class Outcome(StrEnum):
+    OPEN = "open"
+    COMMITTED = "committed"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True)
+class TargetTable:
+    """A loaded head of the target: what the plan freezes, and the mechanism's own handle."""
+
+    uuid: str
+    location: str
+    schema: Json
+    spec: Json
+    sort_order: Json
+    properties: dict[str, str]
+    handle: Any = field(repr=False, compare=False)
+
+
+class Target(Protocol):
+    def exists(self) -> bool: ...
+
+    def load(self) -> TargetTable:
+        """Raises: Invalid if there is no such catalog or table; Retryable if it does not answer."""
+        ...
+
+    def create(self, schema: Json, spec: Json, sort_order: Json) -> TargetTable:
+        """Create the table, or load it where somebody else just did (the caller compares the schema)."""
+        ...
+
+    def outcome(self, head: TargetTable, commit_id: str) -> tuple[Outcome, int | None]:
+        """What the register says, and the snapshot id where it is committed."""
+        ...
+
+    def drift(self, head: TargetTable, plan: Plan) -> list[str]:
+        """How schema, spec or sort order differ from the plan, one sentence each. Empty: as planned."""
+        ...
+
+    def missing(self, files: Iterable[StagedFile]) -> list[str]:
+        """Staged files that do not exist with their size, one sentence each."""
+        ...
+
+    def publish(
+        self, head: TargetTable, plan: Plan, commit_id: str, job_id: str, files: Sequence[StagedFile]
+    ) -> int:
+        """One snapshot on top of `head`, with the register's entry in the same commit; answers its id.
+
+        Raises: Invalid where `replace` is impossible; CommitUnknown for everything that is not a proof.
+        """
+        ...
+
+    def fence(self, head: TargetTable, commit_id: str) -> None:
+        """Write `fenced` into the register. Raises: CommitUnknown for everything that is not a proof."""
+        ...
