@@ -1,0 +1,544 @@
+"""Files and objects: create once, confirm, read, list, delete.
+
+A URL is an absolute path, `file://` and an absolute path, or `s3://bucket/key`. Percent signs in it are
+part of the name, as every Iceberg reader takes them. What is created is never overwritten, and what was
+closed survives a power cut.
+
+Errors: Invalid where another try would end the same way (no right, no bucket, disk full), Retryable where
+it may not (timeout, 5xx, refused), Corrupt where a name that must be new is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol, cast
+
+from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
+from lockstep.runtime import new_id
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer
+
+    from obstore.store import S3Store
+
+CHECKSUM_BYTES: Final = 16
+BUFFER_BYTES: Final = 1 << 20
+# An upload part; with the concurrency below it bounds what one open object holds in memory.
+PART_BYTES: Final = 8 << 20
+PARTS_IN_FLIGHT: Final = 4
+
+CLIENT_DEFAULTS: Final = {"connect_timeout": "5s", "timeout": "60s"}
+RETRY_DEFAULTS: Final = {
+    "max_retries": "5",
+    "retry_timeout": "60",
+    "init_backoff": "0.1",
+    "max_backoff": "10",
+}
+
+_NO_RIGHT: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_BAD_NAME: Final = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP})
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as a listing shows it. `etag` changes when the content does."""
+
+    url: str
+    size_bytes: int
+    etag: str
+    modified_at: float
+
+
+class Writer(Protocol):
+    """A file being written. pyarrow writes into it as into any Python file."""
+
+    size_bytes: int
+
+    def write(self, data: Buffer, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+    def tell(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def checksum(self) -> str:
+        """BLAKE2b of what was written so far: 16 bytes in hex."""
+        ...
+
+    def close(self) -> None:
+        """Make it durable under its name. Raises: Invalid, Retryable."""
+        ...
+
+    def abort(self) -> None:
+        """Give it up. Never raises; what is left under the name is not durable and may be nothing."""
+        ...
+
+
+class Storage:
+    """All that is read and written outside the catalog and the store.
+
+    `options` maps a URL prefix (`s3://bucket`) to obstore's own options; the longest prefix wins.
+    """
+
+    def __init__(self, options: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self._options = dict(options or {})
+        self._stores: dict[str, S3Store] = {}
+
+    def create(self, url: str) -> Writer:
+        """Begin a file under a new name, with the folders above it.
+
+        Raises: Corrupt if the name is taken; Invalid; Retryable.
+        """
+        if (path := local_path(url)) is not None:
+            return _LocalWriter(url, path)
+        if self.size(url) is not None:
+            raise _taken(url)
+        store, key = self._object(url)
+        return _ObjectWriter(url, store, key)
+
+    def size(self, url: str) -> int | None:
+        """The size in bytes, or None if there is no such file. Raises: Invalid, Retryable."""
+        if (path := local_path(url)) is not None:
+            try:
+                return path.stat().st_size
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise translated(error, "look at", url) from error
+        store, key = self._object(url)
+        try:
+            return int(store.head(key)["size"])
+        except Exception as error:
+            if _is_missing_object(error):
+                return None
+            raise translated(error, "look at", url) from error
+
+    def read(self, url: str) -> bytes:
+        """All of it. Raises: Retryable if it is not there or does not answer; Invalid."""
+        with self.open(url) as file:
+            return file.read()
+
+    def open(self, url: str) -> BinaryIO:
+        """A seekable file for reading, fit for pyarrow. Raises: Retryable if it is not there; Invalid."""
+        if (path := local_path(url)) is not None:
+            try:
+                return path.open("rb")
+            except OSError as error:
+                raise translated(error, "read", url) from error
+        size_bytes = self.size(url)
+        if size_bytes is None:
+            raise Retryable(f"cannot read {url}: there is no such object")
+        store, key = self._object(url)
+        raw = _ObjectReader(url, store, key, size_bytes)
+        return cast(BinaryIO, io.BufferedReader(raw, BUFFER_BYTES))
+
+    def list(self, url_prefix: str) -> Iterator[StoredFile]:
+        """Every file below a folder, in no order; nothing if there is no such folder.
+
+        Raises: Invalid, Retryable.
+        """
+        if (path := local_path(url_prefix)) is not None:
+            return _list_local(url_prefix.rstrip("/"), path)
+        store, key = self._object(url_prefix)
+        return _list_objects(url_prefix, store, key.rstrip("/"))
+
+    def delete(self, url: str) -> None:
+        """Delete one file; one that is gone already is no error. Raises: Invalid, Retryable."""
+        if (path := local_path(url)) is not None:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise translated(error, "delete", url) from error
+            return
+        store, key = self._object(url)
+        try:
+            store.delete(key)
+        except Exception as error:
+            if not _is_missing_object(error):
+                raise translated(error, "delete", url) from error
+
+    def put_if_absent(self, url: str, data: bytes) -> bool:
+        """Create a small file with this content, atomically; False if the name was taken.
+
+        Nobody ever sees half of it. Raises: Invalid, Retryable (then it may or may not be there).
+        """
+        if (path := local_path(url)) is not None:
+            return _put_local_if_absent(url, path, data)
+        from obstore.exceptions import AlreadyExistsError
+
+        store, key = self._object(url)
+        try:
+            store.put(key, data, mode="create")
+        except AlreadyExistsError:
+            return False
+        except Exception as error:
+            raise translated(error, "write", url) from error
+        return True
+
+    def _object(self, url: str) -> tuple[S3Store, str]:
+        bucket, key = _bucket_and_key(url)
+        if bucket not in self._stores:
+            self._stores[bucket] = _connect(bucket, self._options_for(url))
+        return self._stores[bucket], key
+
+    def _options_for(self, url: str) -> Mapping[str, str]:
+        fitting = [prefix for prefix in self._options if (url + "/").startswith(prefix.rstrip("/") + "/")]
+        return self._options[max(fitting, key=len)] if fitting else {}
+
+
+def local_path(url: str) -> Path | None:
+    """The path that a URL means on this machine, or None for an object store.
+
+    Raises: Invalid for an address that is neither.
+    """
+    if url.startswith("file:"):
+        rest = url.removeprefix("file:")
+        if rest.startswith("//"):
+            host, slash, tail = rest[2:].partition("/")
+            if host not in ("", "localhost"):
+                raise Invalid(f"{url} names the host {host}", hint="use file:///absolute/path")
+            rest = slash + tail
+        url = rest
+    elif "://" in url.partition("/")[0] + "//" and not url.startswith("/"):
+        scheme, marker, _ = url.partition("://")
+        if marker and scheme in ("s3", "s3a", "s3n"):
+            return None
+        raise Invalid(
+            f"{url} is not an address that Lockstep can write to",
+            hint="use an absolute path, file:///… or s3://bucket/…",
+        )
+    if not url.startswith("/"):
+        raise Invalid(f"{url!r} is not an absolute path", hint="write the whole path, from the root")
+    return Path(url)
+
+
+def translated(error: BaseException, verb: str, url: str) -> LockstepError:
+    """An error of the file system or of obstore, as the class that says what to do."""
+    if isinstance(error, LockstepError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return _translated_os(error, verb, url)
+    return _translated_object(error, verb, url)
+
+
+def _translated_os(error: OSError, verb: str, url: str) -> LockstepError:
+    reason = os.strerror(error.errno or 0).lower()
+    said = f"cannot {verb} {url}: {reason}"
+    if error.errno in _NO_SPACE:
+        return Invalid(
+            f"cannot {verb} {url}: the disk is full ({reason})",
+            hint="make room on that disk, then `lockstep retry` the job; finished tasks are kept",
+        )
+    if error.errno == errno.EFBIG:
+        return Invalid(said, hint="raise the limit on file sizes (ulimit -f), or pass a smaller --file-size")
+    if error.errno in _NO_RIGHT:
+        return Invalid(said, hint="give this user the right to do so, or choose another location")
+    if error.errno in _BAD_NAME:
+        return Invalid(said, hint="choose another location")
+    return Retryable(said)
+
+
+def _translated_object(error: BaseException, verb: str, url: str) -> LockstepError:
+    from obstore import exceptions
+
+    reason = _first_line(error)
+    said = f"cannot {verb} {url}: {reason}"
+    bucket = url.partition("://")[2].partition("/")[0]
+    if "NoSuchBucket" in str(error):
+        return Invalid(
+            f"cannot {verb} {url}: there is no bucket {bucket}",
+            hint=f'create it, or correct the location; its settings are [storage."s3://{bucket}"]',
+        )
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return Invalid(said, hint=f'check the keys in [storage."s3://{bucket}"] and their rights')
+    if isinstance(error, exceptions.UnknownConfigurationKeyError | exceptions.InvalidPathError):
+        return Invalid(said, hint=f'correct [storage."s3://{bucket}"] in lockstep.toml')
+    return Retryable(said)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:500] if lines else type(error).__name__
+
+
+def _is_missing_object(error: BaseException) -> bool:
+    return isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error)
+
+
+def _taken(url: str) -> Corrupt:
+    return Corrupt(
+        f"{url} exists already; the name belongs to one attempt only, so nothing was overwritten",
+        hint="two attempts run under one epoch, or the file was put there by somebody else",
+    )
+
+
+# Local files
+
+
+class _LocalWriter:
+    def __init__(self, url: str, path: Path) -> None:
+        self._url, self._path = url, path
+        self._hash = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        self.size_bytes = 0
+        try:
+            make_folders(path.parent)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError as error:
+            raise _taken(url) from error
+        except OSError as error:
+            raise translated(error, "write", url) from error
+        self._file = os.fdopen(handle, "wb", BUFFER_BYTES)
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except OSError as error:
+            raise translated(error, "write", self._url) from error
+        self._hash.update(view)
+        self.size_bytes += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise translated(error, "write", self._url) from error
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            _sync_folder(self._path.parent)
+        except OSError as error:
+            raise translated(error, "finish", self._url) from error
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def make_folders(folder: Path) -> None:
+    """Create a folder and those above it, durably: a synced file in an unsynced folder can be lost."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        _sync_folder(each.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _list_local(prefix: str, folder: Path) -> Iterator[StoredFile]:
+    def stop(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise translated(error, "list", prefix)
+
+    for parent, _, names in os.walk(folder, onerror=stop):
+        below = Path(parent).relative_to(folder).as_posix()
+        for name in names:
+            try:
+                found = os.stat(os.path.join(parent, name))
+            except FileNotFoundError:
+                continue  # deleted since the folder was read
+            url = "/".join((prefix, name) if below == "." else (prefix, below, name))
+            etag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+            yield StoredFile(url, found.st_size, etag, found.st_mtime)
+
+
+def _put_local_if_absent(url: str, path: Path, data: bytes) -> bool:
+    # A hard link gives the finished file its name: the link fails if the name is taken, and the name
+    # never shows half of the content.
+    draft = path.with_name(f".{new_id()}.draft")
+    try:
+        make_folders(path.parent)
+        with draft.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(draft, path)
+        _sync_folder(path.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise translated(error, "write", url) from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return True
+
+
+# Objects
+
+
+def _bucket_and_key(url: str) -> tuple[str, str]:
+    bucket, _, key = url.partition("://")[2].partition("/")
+    if not bucket:
+        raise Invalid(f"{url} names no bucket", hint="use s3://bucket/prefix")
+    return bucket, key
+
+
+def _connect(bucket: str, options: Mapping[str, str]) -> S3Store:
+    from obstore.exceptions import BaseError
+    from obstore.store import S3Store
+
+    retry = {**RETRY_DEFAULTS, **{k: str(v) for k, v in options.items() if k in RETRY_DEFAULTS}}
+    settings: dict[str, Any] = {k: v for k, v in options.items() if k not in RETRY_DEFAULTS}
+    settings = {**CLIENT_DEFAULTS, **settings}
+    try:
+        return S3Store(
+            bucket,
+            config=cast(Any, settings),
+            retry_config={
+                "max_retries": int(retry["max_retries"]),
+                "retry_timeout": _seconds(retry["retry_timeout"]),
+                "backoff": {
+                    "init_backoff": _seconds(retry["init_backoff"]),
+                    "max_backoff": _seconds(retry["max_backoff"]),
+                    "base": 2,
+                },
+            },
+        )
+    except (BaseError, ValueError, TypeError) as error:
+        raise Invalid(
+            f'[storage."s3://{bucket}"] is not usable: {_first_line(error)}',
+            hint="the keys are obstore's own: endpoint, access_key_id, secret_access_key, region, …",
+        ) from error
+
+
+def _seconds(text: str) -> timedelta:
+    return timedelta(seconds=float(text.removesuffix("s")))
+
+
+class _ObjectWriter:
+    """obstore's writer as a Python file: there `closed` is a method, and nothing counts or hashes."""
+
+    def __init__(self, url: str, store: S3Store, key: str) -> None:
+        import obstore
+
+        self._url = url
+        self._hash = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        self.size_bytes = 0
+        self.closed = False
+        self._file: Any = obstore.open_writer(
+            store, key, buffer_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT
+        )
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except Exception as error:
+            raise translated(error, "write", self._url) from error
+        self._hash.update(view)
+        self.size_bytes += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Parts go out by size; an early one would be refused as too small."""
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self._file.close()
+        except Exception as error:
+            raise translated(error, "finish", self._url) from error
+
+    def abort(self) -> None:
+        # An upload that is never completed shows no object; the bucket's lifecycle rule drops its parts.
+        self.closed = True
+        self._file = None
+
+
+class _ObjectReader(io.RawIOBase):
+    def __init__(self, url: str, store: S3Store, key: str, size_bytes: int) -> None:
+        super().__init__()
+        self._url, self._store, self._key, self._size_bytes = url, store, key, size_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, into: Any, /) -> int:
+        view = memoryview(into).cast("B")
+        count = min(view.nbytes, self._size_bytes - self._at)
+        if count <= 0:
+            return 0
+        try:
+            got = memoryview(self._store.get_range(self._key, start=self._at, length=count))
+        except Exception as error:
+            raise translated(error, "read", self._url) from error
+        view[: got.nbytes] = got
+        self._at += got.nbytes
+        return got.nbytes
+
+
+def _list_objects(prefix: str, store: S3Store, key: str) -> Iterator[StoredFile]:
+    root = prefix.partition("://")[0] + "://" + _bucket_and_key(prefix)[0] + "/"
+    try:
+        for page in store.list(key or None):
+            for found in page:
+                yield StoredFile(
+                    root + found["path"],
+                    found["size"],
+                    found["e_tag"] or "",
+                    found["last_modified"].timestamp(),
+                )
+    except Exception as error:
+        raise translated(error, "list", prefix) from error
