@@ -1,0 +1,34 @@
+.PHONY: help setup check test test-quick demo bench bench-quick lock clean
+
+help: ## show the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: ## .venv, Java, the Iceberg JVM runtime; silent when there is nothing to do
+	@scripts/setup.sh
+
+check: setup ## formatting, lint, types, layers
+	@.venv/bin/ruff format --check --quiet
+	@.venv/bin/ruff check --quiet
+	@.venv/bin/mypy --no-error-summary
+	@.venv/bin/lint-imports --no-logo
+
+test: check ## everything: checks and all tests
+	@.venv/bin/pytest
+
+test-quick: setup ## tests that start neither Spark nor a server, under 2 minutes
+	@.venv/bin/pytest -m "not servers"
+
+demo: setup ## the main job end to end, with a crash in the middle
+	@.venv/bin/lockstep demo
+
+bench: setup ## throughput beside the peers
+	@.venv/bin/python bench/run.py
+
+bench-quick: setup ## the same on little data
+	@.venv/bin/python bench/run.py --quick
+
+lock: ## write the pinned requirement files anew; OPTIONS=--upgrade raises the versions
+	@scripts/lock.sh $(OPTIONS)
+
+clean: ## remove the environment and the caches of the tools; the cache outside the tree stays
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tests import readers
+
+
+@pytest.fixture(scope="session")
+def iceberg_jar() -> Path:
+    """The Iceberg JVM runtime that `make setup` fetched."""
+    return readers.iceberg_jar()
+
+
+@pytest.fixture(scope="session")
+def spark(iceberg_jar: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[readers.SparkReader]:
+    """The independent reader. A test that asks for it carries `@pytest.mark.servers`."""
+    reader = readers.SparkReader(iceberg_jar, tmp_path_factory.mktemp("spark-reader") / "stderr.log")
+    yield reader
+    reader.close()
+
+
+@pytest.fixture(scope="session")
+def read_with_spark(spark: readers.SparkReader) -> Callable[[str], pa.Table]:
+    """All rows that Spark with the Iceberg JVM runtime finds from a metadata location."""
+    return spark.read
+
+
+@pytest.fixture(scope="session")
+def read_with_duckdb() -> Callable[[str], pa.Table]:
+    """All rows that DuckDB's own Iceberg reader finds from a metadata location. Fast: needs no server."""
+    return readers.read_with_duckdb
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test-quick` must not start Spark: asking for its reader without the marker is an error."""
+    for item in items:
+        if "spark" in getattr(item, "fixturenames", ()) and item.get_closest_marker("servers") is None:
+            raise pytest.UsageError(f"{item.nodeid} uses Spark and lacks @pytest.mark.servers")

@@ -1,0 +1,111 @@
+"""Readers of Iceberg tables that share no code with ours: Spark with the JVM runtime, and DuckDB.
+
+Both take the address of a `metadata.json`, so they see what was published and ask no catalog of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+READER = Path(__file__).with_name("spark_reader.py")
+
+
+def cache_folder() -> Path:
+    """Where `make setup` keeps what it fetched; the same rule as in scripts/common.sh."""
+    base = os.environ.get("LOCKSTEP_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "lockstep"
+
+
+def iceberg_jar() -> Path:
+    jars = sorted((cache_folder() / "jars").glob("iceberg-spark-runtime-*.jar"))
+    if not jars:
+        raise AssertionError(f"no Iceberg JVM runtime under {cache_folder()}: run `make setup`")
+    return jars[-1]
+
+
+class SparkReader:
+    """Spark with the Iceberg JVM runtime, in a process of its own.
+
+    The engine under test may start and stop Spark in this process as it likes: the two never share a JVM.
+    """
+
+    def __init__(self, jar: Path, log: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-spark-reader-")
+        self._log = log
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP_", "SPARK_"))}
+        environment.update(PYSPARK_PYTHON=sys.executable, TZ="UTC", SPARK_LOCAL_IP="127.0.0.1")
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, str(READER), str(jar), self._folder.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                cwd=self._folder.name,
+                text=True,
+            )
+
+    def read(self, metadata_location: str, *, snapshot_id: int | None = None) -> pa.Table:
+        """All rows of the table, at its current snapshot or at another one."""
+        return self.query(metadata_location, "SELECT * FROM t", snapshot_id=snapshot_id)
+
+    def query(self, metadata_location: str, sql: str, *, snapshot_id: int | None = None) -> pa.Table:
+        """The result of `sql` over the table as `t`. `…metadata.json#snapshots` reads a metadata table."""
+        answer = self._ask({"location": metadata_location, "sql": sql, "snapshot_id": snapshot_id})
+        with pa.memory_map(answer["path"]) as file:
+            table = pa.ipc.open_file(file).read_all()
+        return table
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the Spark reader has ended:\n{self._log.read_text()[-4000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise AssertionError(f"Spark cannot read {request['location']}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+def duckdb_with_iceberg() -> duckdb.DuckDBPyConnection:
+    """DuckDB with the Iceberg extension from its wheel: nothing is downloaded, the signature is checked."""
+    connection = duckdb.connect()
+    for name in ("avro", "iceberg"):
+        spec = importlib.util.find_spec(f"duckdb_extension_{name}")
+        assert spec is not None
+        assert spec.origin is not None
+        file = Path(spec.origin).parent / "extensions" / f"v{duckdb.__version__}" / f"{name}.duckdb_extension"
+        connection.execute(f"LOAD '{file}'")
+    connection.execute("SET TimeZone = 'UTC'")
+    return connection
+
+
+def read_with_duckdb(metadata_location: str) -> pa.Table:
+    with duckdb_with_iceberg() as connection:
+        path = metadata_location.removeprefix("file://")
+        return connection.execute("SELECT * FROM iceberg_scan(?)", [path]).to_arrow_table()

@@ -1,0 +1,63 @@
+"""The Spark process behind `readers.SparkReader`: one JSON request per line, one JSON answer per line.
+
+Arguments: the Iceberg runtime jar, and a folder for the results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+
+def session(jar: str, folder: Path) -> SparkSession:
+    return (
+        SparkSession.builder.master("local[2]")
+        .appName("independent reader")
+        .config("spark.jars", jar)
+        .config("spark.driver.memory", "1g")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.ui.enabled", "false")
+        .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.sql.session.timeZone", "UTC")
+        .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
+        .config("spark.local.dir", str(folder))
+        .getOrCreate()
+    )
+
+
+def answer(spark: SparkSession, request: dict[str, Any], path: Path) -> dict[str, str]:
+    reader = spark.read.format("iceberg")
+    if request["snapshot_id"] is not None:
+        reader = reader.option("versionAsOf", str(request["snapshot_id"]))
+    reader.load(request["location"]).createOrReplaceTempView("t")
+    table = spark.sql(request["sql"]).toArrow()
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    return {"path": str(path)}
+
+
+def main() -> None:
+    jar, folder = sys.argv[1], Path(sys.argv[2])
+    # Only answers may reach the pipe: what Spark prints goes where the errors go.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    spark = session(jar, folder)
+    for number, line in enumerate(sys.stdin):
+        try:
+            reply = answer(spark, json.loads(line), folder / f"{number}.arrow")
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()
