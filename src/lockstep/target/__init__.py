@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.errors import Invalid
 from lockstep.job import Json, Plan, StagedFile
+from lockstep.runtime import SYSTEM_CLOCK, Clock
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
 
 
 class Outcome(StrEnum):
@@ -43,6 +48,10 @@ class Target(Protocol):
         """Create the table, or load it where somebody else just did (the caller compares the schema)."""
         ...
 
+    def drop_if_empty(self) -> None:
+        """Take a table back that has no snapshot yet; one with snapshots, or none at all, is left alone."""
+        ...
+
     def outcome(self, head: TargetTable, commit_id: str) -> tuple[Outcome, int | None]:
         """What the register says, and the snapshot id where it is committed."""
         ...
@@ -67,3 +76,15 @@ class Target(Protocol):
     def fence(self, head: TargetTable, commit_id: str) -> None:
         """Write `fenced` into the register. Raises: CommitUnknown for everything that is not a proof."""
         ...
+
+
+def open_target(address: str, config: Config, clock: Clock = SYSTEM_CLOCK) -> Target:
+    """Open the target that an address names, its secrets filled in; nothing is asked of it yet.
+
+    Raises: Invalid for an address of another kind, or an unknown catalog.
+    """
+    if address.startswith("iceberg://"):
+        from lockstep.target.iceberg import IcebergTarget
+
+        return IcebergTarget(address, config, clock)
+    raise Invalid(f'"{address}" is not a target', hint="write iceberg://CATALOG/namespace.table")
