@@ -216,6 +216,8 @@ class ColumnMap:
     required: bool
     source: str | None
     source_type: str | None
+    lossy: bool = False
+    """True where the user accepted that values lose precision on the way (`--allow-lossy`)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,444 @@
+"""Which source column fills which target column, and the table that would hold a source exactly.
+
+Types are Iceberg's own JSON: text for a primitive, a dict for a struct, list or map. Field ids of a source's
+nested types mean nothing. The casts that carry a matching out are in `arrow_types`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from lockstep.arrow_types import (
+    IcebergType,
+    arrow_schema,
+    arrow_type,
+    conform,
+    decimal_of,
+    exact_type,
+    fixed_of,
+    type_text,
+)
+from lockstep.errors import Invalid
+from lockstep.job import ColumnMap, Json
+
+if TYPE_CHECKING:
+    from lockstep.source import SourceColumn, SourceField, SourceTable
+
+__all__ = ["arrow_schema", "arrow_type", "conform", "derive", "exact_type", "match_columns", "type_text"]
+
+FIRST_PARTITION_FIELD_ID: Final = 1000
+
+
+def match_columns(
+    source: SourceTable,
+    target_schema: Json,
+    *,
+    by: Literal["name", "position"] = "name",
+    allow_lossy: bool = False,
+    ignore_extra: bool = False,
+) -> list[ColumnMap]:
+    """Fill each target column, in the target's order, from the source.
+
+    Optional target columns that the source does not have become NULL. Names match exactly.
+    Raises: Invalid, with one sentence for each column that does not fit.
+    """
+    problems = list(_repeated_names(source))
+    pairs, extra = _pairs(source.columns, target_schema["fields"], by)
+    columns = []
+    for target, found in pairs:
+        if found is None:
+            problems += _unfilled(target, source.columns)
+        else:
+            fit = _fit_column(found, target, allow_lossy, ignore_extra)
+            problems += fit.problems
+            columns.append(_column_map(target, found, fit.lossy))
+            continue
+        columns.append(_column_map(target, None, lossy=False))
+    if not ignore_extra:
+        problems += (_extra_column(column, target_schema["fields"]) for column in extra)
+    _refuse(f"cannot export {source.name}", problems)
+    return columns
+
+
+def _column_map(target: Json, source: SourceColumn | None, lossy: bool) -> ColumnMap:
+    return ColumnMap(
+        target=target["name"],
+        field_id=target["id"],
+        type=target["type"],
+        required=target["required"],
+        source=source.name if source else None,
+        source_type=source.native_type if source else None,
+        lossy=lossy,
+    )
+
+
+def _refuse(what: str, problems: Sequence[str]) -> None:
+    if len(problems) == 1:
+        raise Invalid(f"{what}: {problems[0]}")
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise Invalid(f"{what}: {len(problems)} columns do not fit{lines}")
+
+
+def _repeated_names(source: SourceTable) -> Iterator[str]:
+    for name, count in Counter(column.name for column in source.columns).items():
+        if count > 1:
+            yield f'column "{name}" is there {count} times in the source; rename them in a view'
+
+
+def _pairs(
+    columns: Sequence[SourceColumn], fields: Sequence[Json], by: str
+) -> tuple[list[tuple[Json, SourceColumn | None]], list[SourceColumn]]:
+    """Each target field with its source column, and the source columns that are left over."""
+    if by == "position":
+        padded = [*columns, *[None] * max(0, len(fields) - len(columns))]
+        return list(zip(fields, padded, strict=False)), list(columns[len(fields) :])
+    by_name = {column.name: column for column in columns}
+    wanted = {field["name"] for field in fields}
+    return (
+        [(field, by_name.get(field["name"])) for field in fields],
+        [column for column in columns if column.name not in wanted],
+    )
+
+
+def _unfilled(target: Json, columns: Sequence[SourceColumn]) -> list[str]:
+    if not target["required"]:
+        return []
+    sentence = f'the target requires column "{target["name"]}", and the source has none of that name'
+    near = _near(target["name"], [column.name for column in columns])
+    if near is not None:
+        return [f'{sentence}; it has "{near}". Rename it in a view, or pass --match position.']
+    return [f"{sentence}. Add it in a view, or make it optional in the target."]
+
+
+def _extra_column(column: SourceColumn, fields: Sequence[Json]) -> str:
+    sentence = f'the target has no column "{column.name}" ({column.native_type})'
+    near = _near(column.name, [field["name"] for field in fields])
+    meant = f'; it has "{near}", and names must be equal' if near is not None else ""
+    return f"{sentence}{meant}. Pass --ignore-extra to leave it out, or add it to the target."
+
+
+def _near(name: str, names: Sequence[str]) -> str | None:
+    for candidate in names:
+        if candidate.casefold() == name.casefold():
+            return candidate
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    return found[0] if found else None
+
+
+# Does a type fit
+
+
+@dataclass(frozen=True)
+class _Fit:
+    problems: Sequence[str] = ()
+    lossy: bool = False
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """One place where a type does not fit. `loss` is None where even --allow-lossy does not help."""
+
+    path: str
+    reason: str
+    loss: bool = False
+
+
+def _fit_column(column: SourceColumn, target: Json, allow_lossy: bool, ignore_extra: bool) -> _Fit:
+    name, wanted = column.name, target["type"]
+    kind = column.type
+    problems = []
+    if column.nullable and target["required"]:
+        problems.append(
+            f'cannot store column "{name}": it is {column.native_type} and may be NULL, but "{target["name"]}"'
+            f" is required in the target. Make that column optional, or replace NULLs in a view."
+        )
+    if kind is None:
+        if column.lossy_type is None or not allow_lossy:
+            return _Fit([*problems, inexact_column(column)])
+        kind = column.lossy_type
+    misfits = list(_misfits(kind, wanted, "", ignore_extra))
+    for misfit in misfits:
+        if not (misfit.loss and allow_lossy):
+            problems.append(_misfit_text(column, wanted, misfit))
+    return _Fit(problems, lossy=column.type is None or any(misfit.loss for misfit in misfits))
+
+
+def inexact_column(column: SourceColumn) -> str:
+    """Why no Iceberg type holds a column exactly, and what to do."""
+    advice = "Cast it in a view, or leave it out there."
+    if column.lossy_type is not None:
+        advice = f"Pass --allow-lossy to store it as {type_text(column.lossy_type)}, or cast it in a view."
+    return f'cannot store column "{column.name}": it is {column.native_type}; {column.problem}. {advice}'
+
+
+def _misfit_text(column: SourceColumn, wanted: IcebergType, misfit: _Misfit) -> str:
+    where = f" at {misfit.path}" if misfit.path else ""
+    advice = "Cast it in a view, or change the target's type."
+    if misfit.loss:
+        advice = "Pass --allow-lossy to store it all the same, or cast it in a view."
+    return (
+        f'cannot store column "{column.name}": it is {column.native_type}; the target has {type_text(wanted)}'
+        f"{where}, {misfit.reason}. {advice}"
+    )
+
+
+def _misfits(have: IcebergType, want: IcebergType, path: str, ignore_extra: bool) -> Iterator[_Misfit]:
+    if isinstance(have, dict) and isinstance(want, dict) and have.get("type") == want.get("type"):
+        yield from _nested_misfits(have, want, path, ignore_extra)
+    elif isinstance(have, str) and isinstance(want, str):
+        misfit = _primitive_misfit(have, want)
+        if misfit is not None:
+            yield replace(misfit, path=path)
+    else:
+        yield _Misfit(path, f"which cannot hold {type_text(have)}")
+
+
+def _nested_misfits(have: Json, want: Json, path: str, ignore_extra: bool) -> Iterator[_Misfit]:
+    match want["type"]:
+        case "list":
+            inside = _inside(path, "element")
+            yield from _null_misfit(have["element-required"], want["element-required"], inside)
+            yield from _misfits(have["element"], want["element"], inside, ignore_extra)
+        case "map":
+            inside = _inside(path, "value")
+            yield from _misfits(have["key"], want["key"], _inside(path, "key"), ignore_extra)
+            yield from _null_misfit(have["value-required"], want["value-required"], inside)
+            yield from _misfits(have["value"], want["value"], inside, ignore_extra)
+        case "struct":
+            yield from _struct_misfits(have, want, path, ignore_extra)
+        case other:
+            yield _Misfit(path, f"and Lockstep does not write {other}")
+
+
+def _struct_misfits(have: Json, want: Json, path: str, ignore_extra: bool) -> Iterator[_Misfit]:
+    members = {field["name"]: field for field in have["fields"]}
+    for field in want["fields"]:
+        inside = _inside(path, field["name"])
+        member = members.pop(field["name"], None)
+        if member is None:
+            if field["required"]:
+                yield _Misfit(inside, "which the source does not have")
+            continue
+        yield from _null_misfit(member["required"], field["required"], inside)
+        yield from _misfits(member["type"], field["type"], inside, ignore_extra)
+    if not ignore_extra:
+        for name in members:
+            yield _Misfit(path, f'which has no field "{name}" (--ignore-extra leaves it out)')
+
+
+def _inside(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _null_misfit(have_required: bool, want_required: bool, path: str) -> Iterator[_Misfit]:
+    if want_required and not have_required:
+        yield _Misfit(path, "which is required, and the source may have NULL there")
+
+
+_WHOLE_DIGITS: Final = {"int": 10, "long": 19}
+_EXACT: Final = frozenset(
+    {("int", "long"), ("int", "double"), ("float", "double"), ("string", "binary"), ("uuid", "fixed[16]")}
+    | {("fixed[16]", "uuid")}
+)
+_LOSSY: Final = {
+    ("long", "int"): "which holds 32 bits",
+    ("double", "float"): "which holds 24 binary digits",
+    ("int", "float"): "which holds 24 binary digits",
+    ("long", "float"): "which holds 24 binary digits",
+    ("long", "double"): "which holds 53 binary digits",
+    ("timestamp_ns", "timestamp"): "which holds microseconds",
+    ("timestamptz_ns", "timestamptz"): "which holds microseconds",
+}
+_ZONED: Final = {"timestamptz": True, "timestamptz_ns": True, "timestamp": False, "timestamp_ns": False}
+
+
+def _primitive_misfit(have: str, want: str) -> _Misfit | None:
+    have, want = _spelled(have), _spelled(want)
+    if have == want or (have, want) in _EXACT:
+        return None
+    if want == "binary" and fixed_of(have) is not None:
+        return None
+    if (have, want) in _LOSSY:
+        return _Misfit("", _LOSSY[have, want], loss=True)
+    if (digits := decimal_of(want)) is not None and (have in _WHOLE_DIGITS or decimal_of(have)):
+        return _decimal_misfit(decimal_of(have) or (_WHOLE_DIGITS[have], 0), digits)
+    if (digits := decimal_of(have)) is not None:
+        return _decimal_as(digits, want)
+    if have in _ZONED and want in _ZONED and _ZONED[have] != _ZONED[want]:
+        if _ZONED[have]:
+            return _Misfit(
+                "", f"a time without a zone; the source's {have} is an instant, and lose its zone it may not"
+            )
+        return _Misfit("", f"an instant; the source's {have} does not say in which zone it is")
+    return _Misfit("", f"which cannot hold {have}")
+
+
+def _spelled(kind: str) -> str:
+    """One spelling for each type: Iceberg's writers differ in blanks."""
+    if (digits := decimal_of(kind)) is not None:
+        return f"decimal({digits[0]}, {digits[1]})"
+    if (width := fixed_of(kind)) is not None:
+        return f"fixed[{width}]"
+    return kind
+
+
+def _decimal_misfit(have: tuple[int, int], want: tuple[int, int]) -> _Misfit | None:
+    if want[0] - want[1] < have[0] - have[1]:
+        return _Misfit("", f"which holds {want[0] - want[1]} digits before the point", loss=True)
+    if want[1] < have[1]:
+        return _Misfit("", f"which holds {want[1]} digits after the point", loss=True)
+    return None
+
+
+def _decimal_as(digits: tuple[int, int], want: str) -> _Misfit:
+    if want in _WHOLE_DIGITS and digits[1] == 0:
+        if digits[0] < _WHOLE_DIGITS[want]:
+            return _Misfit("", "which is narrower", loss=True)
+        return _Misfit("", f"which holds {'64' if want == 'long' else '32'} bits", loss=True)
+    if want in ("float", "double"):
+        return _Misfit("", "which is not exact for decimals", loss=True)
+    return _Misfit("", f"which cannot hold decimal({digits[0]}, {digits[1]})")
+
+
+# The table that would hold a source
+
+
+def derive(source: SourceTable, *, allow_lossy: bool = False) -> tuple[Json, Json, Json]:
+    """Schema, partition spec and sort order of a new table that holds the source, in Iceberg's JSON.
+
+    Raises: Invalid where a column has no exact type (unless `allow_lossy` and there is a lossy one), or
+    the partition key has no exact counterpart.
+    """
+    problems = list(_repeated_names(source))
+    fields = []
+    for column in source.columns:
+        kind = column.type if column.type is not None else (column.lossy_type if allow_lossy else None)
+        if kind is None:
+            problems.append(inexact_column(column))
+        else:
+            fields.append({"id": 0, "name": column.name, "required": not column.nullable, "type": kind})
+    what = f"cannot create a table for {source.name}"
+    if not source.columns:
+        problems.append("it has no columns")
+    _refuse(what, problems)
+    struct = _FreshIds().struct({"type": "struct", "fields": fields})
+    schema = {**struct, "schema-id": 0, "identifier-field-ids": []}
+    return schema, _derive_spec(source, schema, what), _derive_sort_order(source, schema)
+
+
+class _FreshIds:
+    """Ids in the order in which Iceberg itself gives them: all fields of a struct, then what is inside them."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def struct(self, kind: Json) -> Json:
+        ids = [self._next() for _ in kind["fields"]]
+        fields = [
+            {"id": field_id, "name": f["name"], "required": f["required"], "type": self._of(f["type"])}
+            for field_id, f in zip(ids, kind["fields"], strict=True)
+        ]
+        return {"type": "struct", "fields": fields}
+
+    def _of(self, kind: IcebergType) -> IcebergType:
+        if isinstance(kind, str):
+            return _spelled(kind)
+        match kind["type"]:
+            case "struct":
+                return self.struct(kind)
+            case "list":
+                return {**kind, "element-id": self._next(), "element": self._of(kind["element"])}
+            case _:
+                ids = {"key-id": self._next(), "value-id": self._next()}
+                return {**kind, **ids, "key": self._of(kind["key"]), "value": self._of(kind["value"])}
+
+
+def _derive_spec(source: SourceTable, schema: Json, what: str) -> Json:
+    if source.partitioning is None:
+        raise Invalid(
+            f"{what}: its partition key {source.partition_key} has no exact counterpart in Iceberg",
+            hint="create the target table yourself, partitioned so that each source partition lies in one of its"
+            " partitions, and run the export without --create",
+        )
+    columns = {field["name"]: field for field in schema["fields"]}
+    taken = set(columns)
+    fields: list[Json] = []
+    for number, field in enumerate(source.partitioning):
+        column = _key_column(field, columns, what)
+        name = _partition_name(field, taken)
+        taken.add(name)
+        fields.append(
+            {
+                "source-id": column["id"],
+                "field-id": FIRST_PARTITION_FIELD_ID + number,
+                "transform": field.transform,
+                "name": name,
+            }
+        )
+    return {"spec-id": 0, "fields": fields}
+
+
+def _key_column(field: SourceField, columns: dict[str, Json], what: str) -> Json:
+    column = columns.get(field.column)
+    if column is None:
+        raise Invalid(f'{what}: it is partitioned by "{field.column}", which is not one of its columns')
+    if not _can_transform(field.transform, column["type"]):
+        raise Invalid(
+            f'{what}: Iceberg cannot partition column "{field.column}" ({type_text(column["type"])}) by'
+            f" {field.transform}",
+            hint="create the target table yourself, and run the export without --create",
+        )
+    return column
+
+
+def _can_transform(transform: str, kind: IcebergType) -> bool:
+    from pydantic import TypeAdapter
+    from pyiceberg.transforms import parse_transform
+    from pyiceberg.types import IcebergType as Type
+
+    if not isinstance(kind, str):
+        return False
+    parsed: Any = TypeAdapter(Type).validate_python(kind)
+    return bool(parse_transform(transform).can_transform(parsed))
+
+
+def _partition_name(field: SourceField, taken: set[str]) -> str:
+    """`ts_month`, `id_bucket_16`, `name_trunc_4`; an identity field has its column's name, as Iceberg wants."""
+    if field.transform == "identity":
+        return field.column
+    verb, _, argument = field.transform.partition("[")
+    parts = [field.column, {"truncate": "trunc"}.get(verb, verb), argument.rstrip("]")]
+    plain = "_".join(part for part in parts if part)
+    name, number = plain, 1
+    while name in taken:
+        number += 1
+        name = f"{plain}_{number}"
+    return name
+
+
+def _derive_sort_order(source: SourceTable, schema: Json) -> Json:
+    """As much of the source's order as Iceberg can say: a prefix of it is true as well."""
+    columns = {field["name"]: field for field in schema["fields"]}
+    fields: list[Json] = []
+    for field in source.sorting:
+        column = columns.get(field.column)
+        if column is None or not _can_transform(field.transform, column["type"]):
+            break
+        fields.append(
+            {
+                "source-id": column["id"],
+                "transform": field.transform,
+                "direction": "desc" if field.descending else "asc",
+                "null-order": "nulls-first" if field.nulls_first else "nulls-last",
+            }
+        )
+    return {"order-id": 1 if fields else 0, "fields": fields}
