@@ -1,1 +1,168 @@
-"""Exactly-once bulk export and import for Apache Iceberg."""
+"""Exactly-once bulk export and import for Apache Iceberg.
+
+    import lockstep
+
+    job = lockstep.export("chdb:data/db/events", "iceberg://lake/db.events", partition="202401", create=True)
+    job.wait()
+
+The functions do what the commands of the same names do; `Export` follows the jobs of one request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import (
+    CommitUnknown,
+    Conflict,
+    Corrupt,
+    Fenced,
+    Incompatible,
+    Invalid,
+    LockstepError,
+    NoSuchJob,
+    Retryable,
+)
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+    from lockstep.job import Job, State
+    from lockstep.store import JobStore
+
+__all__ = [
+    "CommitUnknown",
+    "Conflict",
+    "Corrupt",
+    "Export",
+    "Fenced",
+    "Incompatible",
+    "Invalid",
+    "LockstepError",
+    "NoSuchJob",
+    "Retryable",
+    "export",
+    "jobs",
+]
+
+
+def export(
+    source: str,
+    target: str,
+    *,
+    partition: str | None = None,
+    partitions: Iterable[str] = (),
+    parts: Iterable[str] = (),
+    everything: bool = False,
+    create: bool = False,
+    on_existing: str = "error",
+    match: str = "name",
+    allow_lossy: bool = False,
+    ignore_extra: bool = False,
+    file_size_bytes: int = 256_000_000,
+    deadline_s: float | None = None,
+    pin: bool = True,
+    config: Path | str | None = None,
+) -> Export:
+    """Freeze what is named and record one job per partition or part; `wait()` on the answer runs them.
+
+    Raises: Invalid or Conflict, with nothing created.
+    """
+    from lockstep.config import load_config
+    from lockstep.exporter import ExportRequest, plan_export
+    from lockstep.store import open_store
+
+    settings = load_config(Path(config) if config is not None else None)
+    store = open_store(settings.store_url)
+    request = ExportRequest(
+        source,
+        target,
+        (partition, *partitions) if partition is not None else tuple(partitions),
+        tuple(parts),
+        everything,
+        create,
+        on_existing,
+        match,
+        allow_lossy,
+        ignore_extra,
+        file_size_bytes,
+        deadline_s,
+        pin,
+    )
+    planned = plan_export(request, settings, store)
+    return Export(settings, store, [job.job_id for job in planned.jobs])
+
+
+def jobs(config: Path | str | None = None) -> list[Job]:
+    """All jobs of the store, newest first."""
+    from lockstep.config import load_config
+    from lockstep.store import open_store
+
+    settings = load_config(Path(config) if config is not None else None)
+    return open_store(settings.store_url).list()
+
+
+class Export:
+    """The jobs of one request. With a single job its fields are here too: `state`, `snapshot_id`, …"""
+
+    def __init__(self, config: Config, store: JobStore, job_ids: list[str]) -> None:
+        self._config = config
+        self._store = store
+        self.job_ids = job_ids
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [self._store.read(job_id) for job_id in self.job_ids]
+
+    @property
+    def job_id(self) -> str:
+        return self._only.job_id
+
+    @property
+    def state(self) -> State:
+        return self._only.state
+
+    @property
+    def snapshot_id(self) -> int | None:
+        return self._only.snapshot_id
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """What `lockstep show --json` prints, for each job."""
+        from lockstep.view import job_document
+
+        return [job_document(job) for job in self.jobs]
+
+    def wait(self, stop: threading.Event | None = None) -> Export:
+        """Run the jobs in this process until each has ended or is paused.
+
+        Raises: LockstepError with the reason if one failed or was killed.
+        """
+        from lockstep.job import State
+        from lockstep.worker import Worker
+
+        if self.job_ids:
+            Worker(self._config, self._store, job_ids=self.job_ids).run("jobs_ended", stop)
+        for job in self.jobs:
+            if job.state in {State.FAILED, State.KILLED}:
+                reason = job.error.message if job.error else "nothing was published"
+                raise LockstepError(
+                    f"job {job.job_id} is {job.state}: {reason}", hint=job.error.hint if job.error else None
+                )
+        return self
+
+    def kill(self) -> None:
+        """Stop the jobs at once. One that is being published answers when its commit is known."""
+        from lockstep.commit import settle
+        from lockstep.job import Event
+
+        for job_id in self.job_ids:
+            if self._store.stop(job_id, Event.KILL).state.live:
+                settle(self._store, job_id, self._config)
+
+    @property
+    def _only(self) -> Job:
+        if len(self.job_ids) != 1:
+            raise Invalid(f"the request made {len(self.job_ids)} jobs", hint="use .jobs")
+        return self._store.read(self.job_ids[0])

@@ -158,6 +158,13 @@ class JobStore(Protocol):
         """
         ...
 
+    def abandon(self, worker: str) -> None:
+        """Let all leases of a worker that is known to be dead run out now, those on commits too.
+
+        Epochs protect what it may still send, so a wrong guess costs work, never correctness.
+        """
+        ...
+
     def advance(self, job_id: str, stage: str, next_stage: str, tasks: Sequence[TaskSpec]) -> Job:
         """Move a running job whose tasks of `stage` are all done on to `next_stage` with its tasks.
 

@@ -1,0 +1,238 @@
+"""The commit: publish a job's files as one snapshot, exactly once, or prove that it never will be.
+
+The register in the target decides, not this process: every doubt ends with reading it. The lease on the
+commit only keeps two workers from doing the same work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from lockstep.config import Config, expand
+from lockstep.errors import Corrupt, ErrorInfo, Fenced, Incompatible, Invalid, LockstepError, Retryable
+from lockstep.job import CommitLease, Event, Job, StagedFile
+from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint
+from lockstep.store import CommitClaim, JobStore
+from lockstep.target import Outcome, Target, TargetTable, open_target
+
+GIVE_UP_PAUSE_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job is to end without being published."""
+
+    event: Event
+    error: ErrorInfo | None
+
+
+def commit(claim: CommitClaim, store: JobStore, target: Target, clock: Clock = SYSTEM_CLOCK) -> Job:
+    """Bring a committing job to its end; whoever holds the lease may call this, any number of times.
+
+    Comes back with a job that is still `committing` only when the target could not be asked about a
+    request that may have landed: then nobody can know, and the commit is handed on to be tried later.
+    Raises: Fenced if another worker has taken the commit over.
+    """
+    failpoint("commit.after_intent")
+    failures = 0
+    with _kept(store, claim.lease, claim.job.plan.limits.lease_s) as kept:
+        while True:
+            job = store.renew_commit(claim.lease, claim.job.plan.limits.lease_s)
+            try:
+                ended = _step(job, claim.lease, store, target, clock)
+                if ended is not None:
+                    return ended
+            except Fenced:
+                raise
+            except Exception as error:  # unknown until the register says otherwise, whatever its class
+                failures += 1
+                handed_on = _after_failure(job, claim.lease, store, clock, error)
+                if handed_on is not None:
+                    return handed_on
+                kept.check()
+                clock.sleep(backoff_s(failures, first_s=0.2, most_s=15.0))
+
+
+def _step(job: Job, lease: CommitLease, store: JobStore, target: Target, clock: Clock) -> Job | None:
+    """One round of the loop: read the register, then do the one thing that it calls for."""
+    try:
+        head = target.load()
+    except (Invalid, Incompatible) as error:
+        # A catalog that this worker does not know proves nothing; a table that is not there does.
+        if job.commit_attempts > 0 and target.exists():
+            raise
+        return store.end(lease, Event.FAIL, error=ErrorInfo.of(error))
+    if head.uuid != job.plan.target_uuid:
+        return store.end(lease, Event.FAIL, error=ErrorInfo.of(_replaced(job, head)))
+    outcome, snapshot_id = target.outcome(head, job.commit_id)
+    if outcome is Outcome.COMMITTED:
+        failpoint("commit.before_record")
+        return store.end(lease, Event.COMMITTED, snapshot_id=snapshot_id)
+    if outcome is Outcome.FENCED:
+        event = Event.KILL if job.kill_requested else Event.FAIL
+        return store.end(lease, event, error=ErrorInfo.of(_fenced_elsewhere(job)))
+    ending, files = _reason_not_to_publish(job, head, store, target, clock)
+    if ending is None:
+        ending = _publish(job, lease, head, files, store, target)
+    return None if ending is None else _end_unpublished(job, lease, head, ending, store, target)
+
+
+def _publish(
+    job: Job, lease: CommitLease, head: TargetTable, files: list[StagedFile], store: JobStore, target: Target
+) -> Ending | None:
+    """Send the commit. None: sent, only the register knows more. An ending: refused before it was sent."""
+    # Noted before it is sent: a job of which nothing was ever sent may end without the target's word.
+    store.renew_commit(lease, job.plan.limits.lease_s, attempted=True)
+    try:
+        target.publish(head, job.plan, job.commit_id, job.job_id, files)
+    except (Invalid, Corrupt) as error:
+        return Ending(Event.FAIL, ErrorInfo.of(error))
+    return None
+
+
+def _end_unpublished(
+    job: Job, lease: CommitLease, head: TargetTable, ending: Ending, store: JobStore, target: Target
+) -> Job | None:
+    """End the job with nothing published: fence first if a request may be on its way.
+
+    None: the register has to be read again, because the commit may have been faster than the fence.
+    """
+    if job.commit_attempts > 0:
+        target.fence(head, job.commit_id)
+        if target.outcome(target.load(), job.commit_id)[0] is not Outcome.FENCED:
+            return None
+    return store.end(lease, ending.event, error=ending.error)
+
+
+def _reason_not_to_publish(
+    job: Job, head: TargetTable, store: JobStore, target: Target, clock: Clock
+) -> tuple[Ending | None, list[StagedFile]]:
+    if job.kill_requested:
+        return Ending(Event.KILL, None), []
+    if out := _out_of_budget(job, clock):
+        return Ending(Event.FAIL, out), []
+    if differences := target.drift(head, job.plan):
+        return Ending(Event.FAIL, ErrorInfo.of(_drifted(job, differences))), []
+    files = list(store.manifest(job.job_id, job.plan.stages[-1]))
+    if gone := target.missing(files):
+        return Ending(Event.FAIL, ErrorInfo.of(_files_missing(gone))), []
+    return None, files
+
+
+def _after_failure(
+    job: Job, lease: CommitLease, store: JobStore, clock: Clock, error: Exception
+) -> Job | None:
+    """What to do when a round broke: go on (None), end the job, or hand the commit on."""
+    job = store.renew_commit(lease, job.plan.limits.lease_s)
+    if job.commit_attempts == 0 and (isinstance(error, Corrupt | Incompatible) or job.kill_requested):
+        event = Event.KILL if job.kill_requested else Event.FAIL
+        return store.end(lease, event, error=ErrorInfo.of(error))
+    if _out_of_budget(job, clock) is None:
+        return None
+    if job.commit_attempts == 0:
+        return store.end(lease, Event.FAIL, error=_budget_error(job, error))
+    # A request is out there and the target cannot be asked: neither completed nor failed would be true.
+    store.yield_commit(lease, GIVE_UP_PAUSE_S)
+    return store.read(job.job_id)
+
+
+def _out_of_budget(job: Job, clock: Clock) -> ErrorInfo | None:
+    limits = job.plan.limits
+    started = job.commit_started_at
+    if job.commit_attempts >= limits.commit_attempts:
+        return _budget_error(job, None)
+    if started is not None and clock.now() - started > limits.commit_deadline_s:
+        return _budget_error(job, None)
+    return None
+
+
+def _budget_error(job: Job, last: Exception | None) -> ErrorInfo:
+    limits = job.plan.limits
+    reason = f"; the last error: {last}" if last else ""
+    return ErrorInfo(
+        "Retryable",
+        f"the commit to {job.plan.target} did not go through within {limits.commit_attempts} attempts and "
+        f"{limits.commit_deadline_s:g} s{reason}",
+        "nothing was published and the written files are kept: `lockstep retry` tries the commit again",
+    )
+
+
+def _replaced(job: Job, head: TargetTable) -> LockstepError:
+    return Invalid(
+        f"{job.plan.target} was replaced: its table UUID is {head.uuid}, the job was planned for "
+        f"{job.plan.target_uuid}",
+        hint="nothing was published; export again into the new table",
+    )
+
+
+def _drifted(job: Job, differences: list[str]) -> LockstepError:
+    return Invalid(
+        f"{job.plan.target} has changed since the job was planned: " + "; ".join(differences),
+        hint="nothing was published; export the partition again to plan it for the table as it is now",
+    )
+
+
+def _files_missing(gone: list[str]) -> LockstepError:
+    more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+    return Corrupt(
+        "staged files are not as they were written: " + "; ".join(gone[:3]) + more,
+        hint="nothing was published; export the partition again",
+    )
+
+
+def _fenced_elsewhere(job: Job) -> LockstepError:
+    return Retryable(
+        f"the commit {job.commit_id} was fenced before it could be published",
+        hint="nothing was published and the written files are kept: `lockstep retry` publishes them",
+    )
+
+
+class _Keeper:
+    def __init__(self) -> None:
+        self.lost: LockstepError | None = None
+
+    def check(self) -> None:
+        """Raises: Fenced if the lease was lost meanwhile."""
+        if self.lost is not None:
+            raise Fenced(self.lost.message)
+
+
+@contextlib.contextmanager
+def _kept(store: JobStore, lease: CommitLease, lease_s: float) -> Iterator[_Keeper]:
+    """Keep the commit's lease alive in the background while a long step runs."""
+    keeper = _Keeper()
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(lease_s / 3):
+            try:
+                store.renew_commit(lease, lease_s)
+            except Fenced as error:
+                keeper.lost = error
+                return
+            except LockstepError:
+                continue  # the store is away: the next round may reach it, else the lease runs out
+
+    thread = threading.Thread(target=keep, name=f"commit-lease-{lease.job_id[:8]}", daemon=True)
+    thread.start()
+    try:
+        yield keeper
+    finally:
+        ended.set()
+        thread.join(timeout=1.0)
+
+
+def settle(store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_CLOCK) -> Job:
+    """Finish the commit of one job if nobody else is at it; else answer with the job as it is."""
+    claim = store.claim_commit(f"settle-{job_id[:8]}", config.limits.lease_s, {job_id})
+    if claim is None:
+        return store.read(job_id)
+    try:
+        target = open_target(expand(claim.job.plan.target), config, clock)
+        return commit(claim, store, target, clock)
+    except Fenced:
+        return store.read(job_id)

@@ -1,0 +1,140 @@
+"""Spark: where tasks are placed, run and re-run.
+
+A wave is one Spark job with one partition per task; waves overlap, so a slow task never holds back the
+slots of the others. The rows do not pass through the JVM: a task's Python process reads, converts and
+writes by itself, and only its descriptor goes in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import Invalid
+from lockstep.runtime import share_failpoint_state
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+DEFAULTS: Final = {
+    "spark.master": "local[*]",
+    "spark.app.name": "lockstep",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.memory": "1g",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    "spark.scheduler.mode": "FAIR",
+    "spark.python.worker.reuse": "true",
+    # A cancelled task that does not end is killed with its thread and its Python worker.
+    "spark.task.reaper.enabled": "true",
+    "spark.task.reaper.killTimeout": "30s",
+}
+TASK_FAILURES: Final = 4
+
+RunTask = Callable[[Any], None]
+
+
+class Engine:
+    """A Spark session and the waves that run on it. Closing it cancels them."""
+
+    def __init__(self, options: Mapping[str, str], log: Path) -> None:
+        share_failpoint_state()
+        self._session = _session(options, log)
+        self.slots: int = max(1, self._session.sparkContext.defaultParallelism)
+        self.driver_host: str = str(
+            self._session.sparkContext.getConf().get("spark.driver.host", "127.0.0.1")
+            if not str(self._session.sparkContext.master).startswith("local")
+            else "127.0.0.1"
+        )
+
+    def submit(self, group: str, run_task: RunTask, assignments: Sequence[Any]) -> Future[None]:
+        """Run each assignment in a Spark partition of its own; the future ends when all have.
+
+        It fails when Spark has given up on one of them: re-run `TASK_FAILURES` times, or cancelled.
+        """
+        future: Future[None] = Future()
+        thread = threading.Thread(
+            target=self._run_wave, args=(future, group, run_task, list(assignments)), name=group, daemon=True
+        )
+        thread.start()
+        return future
+
+    def cancel(self, group: str) -> None:
+        """Stop a wave: its Python workers are interrupted, and killed when they do not answer."""
+        self._session.sparkContext.cancelJobGroup(group)
+
+    def close(self) -> None:
+        self._session.sparkContext.cancelAllJobs()
+        self._session.stop()
+
+    def _run_wave(
+        self, future: Future[None], group: str, run_task: RunTask, assignments: Sequence[Any]
+    ) -> None:
+        try:
+            self._session.sparkContext.setJobGroup(group, group, interruptOnCancel=True)
+            count = len(assignments)
+            frame = self._session.range(0, count, 1, count)
+            frame.mapInArrow(_partition_function(run_task, assignments), "id long").collect()
+            future.set_result(None)
+        except Exception as error:  # whatever Spark raises belongs to whoever waits for the wave
+            future.set_exception(error)
+
+
+def _partition_function(
+    run_task: RunTask, assignments: Sequence[Any]
+) -> Callable[[Iterable[pa.RecordBatch]], Iterable[pa.RecordBatch]]:
+    def run_partition(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for index in batch.column(0).to_pylist():
+                run_task(assignments[index])
+            yield batch.slice(0, 0)
+
+    return run_partition
+
+
+def _session(options: Mapping[str, str], log: Path) -> SparkSession:
+    """The session of this process, or a new one whose JVM and Python workers talk to `log`."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    from pyspark import SparkConf, SparkContext
+    from pyspark.errors import PySparkException
+    from pyspark.java_gateway import launch_gateway
+    from pyspark.sql import SparkSession
+
+    if (active := SparkSession.getActiveSession()) is not None:
+        return active
+    settings = {**DEFAULTS, **{_spark_key(name): value for name, value in options.items()}}
+    settings["spark.master"] = _with_task_failures(settings["spark.master"])
+    conf = SparkConf().setAll(list(settings.items()))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with log.open("ab") as stream:
+            gateway = launch_gateway(conf, popen_kwargs={"stdout": stream, "stderr": stream})  # type: ignore[no-untyped-call]
+        context = SparkContext(conf=conf, gateway=gateway)
+    except (PySparkException, OSError, RuntimeError) as error:
+        raise Invalid(
+            f"Spark does not start: {error}",
+            hint=f"Spark 4.1 needs Java 17 or newer; see {log}, and `lockstep doctor` for what is there",
+        ) from error
+    context.setLogLevel("ERROR")
+    return SparkSession(context)
+
+
+def _spark_key(name: str) -> str:
+    return name if name.startswith("spark.") else f"spark.{name}"
+
+
+def _with_task_failures(master: str) -> str:
+    """`local[N]` never re-runs a failed task; `local[N,F]` does, as a cluster would."""
+    if master == "local":
+        return f"local[1,{TASK_FAILURES}]"
+    if master.startswith("local[") and "," not in master:
+        return f"{master[:-1]},{TASK_FAILURES}]"
+    return master

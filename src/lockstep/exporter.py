@@ -1,0 +1,506 @@
+"""Plan an export: validate everything, freeze the source, record the jobs.
+
+Either every job of the request is created, or nothing is: no job, no table, no pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.commit import settle
+from lockstep.config import Config, expand, protect
+from lockstep.errors import Conflict, Invalid, LockstepError
+from lockstep.job import (
+    ColumnMap,
+    Event,
+    Holding,
+    Job,
+    Kind,
+    NewJob,
+    Piece,
+    Plan,
+    State,
+    TaskSpec,
+)
+from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint, new_id
+from lockstep.source import PartitionInfo, Pin, Source, SourceTable, open_source
+from lockstep.store import JobStore
+from lockstep.target import Target, TargetTable, open_target
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ON_EXISTING: Final = ("error", "skip", "append", "replace")
+MATCH: Final = ("name", "position")
+TASKS_PER_FILE: Final = 4
+UNBORN: Final = ""
+"""The UUID of a table that `--create` is about to make."""
+UNPIN_TIMEOUT_S: Final = 10.0
+FENCE_PATIENCE_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    source: str
+    target: str
+    partitions: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    everything: bool = False
+    create: bool = False
+    on_existing: str = "error"
+    match: str = "name"
+    allow_lossy: bool = False
+    ignore_extra: bool = False
+    file_size_bytes: int = 256_000_000
+    deadline_s: float | None = None
+    pin: bool = True
+
+
+@dataclass(frozen=True)
+class Skipped:
+    partition: str
+    reason: str
+    job_id: str | None
+
+
+@dataclass(frozen=True)
+class PlanPreview:
+    """What a job would do, for `--dry-run`."""
+
+    partition: str
+    rows: int
+    size_bytes: int
+    parts: int
+    tasks: int
+    columns: Sequence[ColumnMap]
+
+
+@dataclass(frozen=True)
+class Planned:
+    jobs: list[Job]
+    skipped: list[Skipped] = field(default_factory=list)
+    previews: list[PlanPreview] = field(default_factory=list)
+    created_table: bool = False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one job is to export: a partition, whole or only some parts of it."""
+
+    partition: PartitionInfo
+    whole: bool
+    pieces: tuple[Piece, ...]
+
+    @property
+    def label(self) -> str:
+        """How messages and the job's `partition` field name it."""
+        if self.whole:
+            return self.partition.partition_id
+        return f"{self.partition.partition_id} ({', '.join(piece.name for piece in self.pieces)})"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `--on-existing` makes of the jobs that hold the same rows."""
+
+    selection: Selection | None
+    skipped: Skipped | None = None
+    beside: frozenset[str] = frozenset()
+    replaces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job that is pinned and cut into tasks, but not recorded yet."""
+
+    job_id: str
+    selection: Selection
+    decision: Decision
+    pin: Pin
+    partition_values: tuple[Any, ...]
+    tasks: list[TaskSpec]
+
+
+def plan_export(
+    request: ExportRequest,
+    config: Config,
+    store: JobStore,
+    clock: Clock = SYSTEM_CLOCK,
+    dry_run: bool = False,
+) -> Planned:
+    """Validate the request, pin what it names, and create one job per partition or part.
+
+    Raises: Invalid if anything does not fit; Conflict if an earlier job holds the same rows.
+    """
+    _check_request(request)
+    source_address = absolute_address(request.source)
+    with ExitStack() as undo:
+        source = open_source(expand(source_address, config), config)
+        undo.callback(source.close)
+        target = open_target(expand(request.target, config), config, clock)
+        table = source.describe()
+        selections = _select(source.partitions(), request, table)
+        planner = _Planner(request, config, store, clock, source, target, table, source_address, dry_run)
+        return planner.plan(selections)
+
+
+def release_pin(store: JobStore, job: Job, config: Config) -> None:
+    """Give the frozen copy of an ended job up: best effort, bounded. What fails is tried again later."""
+    failpoint("unpin.before")
+    try:
+        source = open_source(expand(job.plan.source, config), config)
+        try:
+            source.unpin(job.plan.pin, UNPIN_TIMEOUT_S)
+        finally:
+            source.close()
+    except Invalid:
+        pass  # the server, its credentials or the table are gone: there is nothing left to give up
+    except LockstepError:
+        return
+    store.released(job.job_id)
+
+
+def absolute_address(address: str) -> str:
+    """An address that means the same from any working folder."""
+    scheme, colon, rest = address.partition(":")
+    if scheme not in {"chdb", "parquet"} or "://" in address or not colon:
+        return address
+    return f"{scheme}:{Path(rest).expanduser().absolute()}"
+
+
+def decide(wanted: Selection, scope: str, holders: Sequence[Job], mode: str) -> Decision:
+    """What `mode` makes of the jobs that hold rows of this partition. Pure: it touches no store.
+
+    Raises: Conflict, naming the job in the way. A live job that `replace` must fence first is in `replaces`.
+    """
+    holding = Holding(scope, wanted.whole, wanted.pieces)
+    if mode == "replace" and wanted.whole:
+        rivals = [job for job in holders if job.holding.scope == scope]
+    else:
+        rivals = [job for job in holders if holding.overlap(job.holding) or job.holding.overlap(holding)]
+    if not rivals:
+        return Decision(wanted)
+    if mode == "skip":
+        return _skip(wanted, rivals)
+    if mode == "append":
+        for job in rivals:
+            if job.state.live:
+                raise _in_the_way(wanted, job, "wait for it, kill it, or pass --on-existing replace")
+        return Decision(wanted, beside=frozenset(job.job_id for job in rivals))
+    if mode == "replace":
+        for job in rivals:
+            if job.holding.whole and not wanted.whole:
+                raise _in_the_way(
+                    wanted, job, f"replace the whole partition: --partition {job.plan.partition}"
+                )
+        return Decision(
+            wanted,
+            beside=frozenset(job.job_id for job in rivals),
+            replaces=tuple(job.job_id for job in rivals),
+        )
+    hint = "pass --on-existing skip, append or replace"
+    raise _in_the_way(
+        wanted, rivals[0], hint if not rivals[0].state.live else f"{hint}, or wait for it to end"
+    )
+
+
+def _skip(wanted: Selection, rivals: Sequence[Job]) -> Decision:
+    for job in rivals:
+        if job.holding.whole:
+            return Decision(None, Skipped(wanted.label, f"job {job.job_id} is {job.state}", job.job_id))
+    left = []
+    for piece in wanted.pieces:
+        there = [(job, held) for job in rivals for held in job.holding.pieces if piece.overlaps(held)]
+        if not there:
+            left.append(piece)
+            continue
+        job, _ = there[0]
+        held = [one for _, one in there]
+        if not _covered(piece, held):
+            raise Conflict(
+                f"part {piece.name} was merged from rows that job {job.job_id} exported "
+                "and rows that it did not",
+                job_id=job.job_id,
+                hint="pass --on-existing replace with the whole partition",
+            )
+    if not left:
+        job = rivals[0]
+        return Decision(None, Skipped(wanted.label, f"job {job.job_id} is {job.state}", job.job_id))
+    rest = replace(wanted, whole=False, pieces=tuple(left))
+    return Decision(rest)
+
+
+def _covered(piece: Piece, held: Iterable[Piece]) -> bool:
+    """True if the block range of `piece` lies within what is held (or the names are the same)."""
+    if piece.first is None or piece.last is None:
+        return any(piece.name == one.name for one in held)
+    reached = piece.first
+    for one in sorted(held, key=lambda one: one.first or 0):
+        if one.first is None or one.last is None or one.first > reached:
+            continue
+        reached = max(reached, one.last + 1)
+    return reached > piece.last
+
+
+def _in_the_way(wanted: Selection, job: Job, hint: str) -> Conflict:
+    verb = "is being exported by" if job.state.live else "was exported by"
+    return Conflict(
+        f"partition {wanted.label} {verb} job {job.job_id} ({job.state})", job_id=job.job_id, hint=hint
+    )
+
+
+def _check_request(request: ExportRequest) -> None:
+    chosen = sum(map(bool, (request.partitions, request.parts, request.everything)))
+    if chosen != 1:
+        raise Invalid(
+            "say what to export: --partition ID, --part NAME or --all"
+            if chosen == 0
+            else "--partition, --part and --all exclude each other",
+            hint="`lockstep partitions SOURCE --parts` lists what there is",
+        )
+    if request.on_existing not in ON_EXISTING:
+        raise Invalid(f"--on-existing takes {', '.join(ON_EXISTING)}, not {request.on_existing!r}")
+    if request.match not in MATCH:
+        raise Invalid(f"--match takes {', '.join(MATCH)}, not {request.match!r}")
+    if request.file_size_bytes < 1:
+        raise Invalid("--file-size must be positive")
+
+
+def _select(infos: Sequence[PartitionInfo], request: ExportRequest, table: SourceTable) -> list[Selection]:
+    known = {info.partition_id: info for info in infos}
+    if request.everything:
+        return [_whole(info) for info in infos]
+    if request.partitions:
+        return [_whole(_named(known, name, table)) for name in dict.fromkeys(request.partitions)]
+    by_part = {part.name: (info, part.piece) for info in infos for part in info.parts}
+    chosen = []
+    for name in dict.fromkeys(request.parts):
+        if name not in by_part:
+            raise Invalid(
+                f"{table.name} has no active part {name}",
+                hint="merges rename parts: `lockstep partitions SOURCE --parts` lists those of now",
+            )
+        info, piece = by_part[name]
+        chosen.append(Selection(info, False, (piece,)))
+    return chosen
+
+
+def _whole(info: PartitionInfo) -> Selection:
+    return Selection(info, True, tuple(part.piece for part in info.parts))
+
+
+def _named(known: dict[str, PartitionInfo], name: str, table: SourceTable) -> PartitionInfo:
+    if name in known:
+        return known[name]
+    by_label = [info for info in known.values() if info.label == name]
+    if len(by_label) == 1:
+        return by_label[0]
+    some = ", ".join(list(known)[:8]) + (", …" if len(known) > 8 else "")
+    raise Invalid(
+        f"{table.name} has no partition {name!r}",
+        hint=f"it has {some}" if known else "it has no partitions: the table is empty",
+    )
+
+
+@dataclass
+class _Planner:
+    """One request on its way from validation to jobs."""
+
+    request: ExportRequest
+    config: Config
+    store: JobStore
+    clock: Clock
+    source: Source
+    target: Target
+    table: SourceTable
+    source_address: str
+    dry_run: bool
+
+    def plan(self, selections: Sequence[Selection]) -> Planned:
+        head = self._head()
+        columns = self._columns(head)
+        skipped: list[Skipped] = []
+        with ExitStack() as undo:
+            drafts: list[Draft] = []
+            for wanted in selections:
+                decision = self._decide(wanted, head)
+                if decision.selection is None:
+                    if decision.skipped:
+                        skipped.append(decision.skipped)
+                    continue
+                drafts.append(self._draft(decision.selection, decision, head, columns, undo))
+            if self.dry_run:
+                return Planned([], skipped, [_preview(draft, columns) for draft in drafts])
+            created = head.uuid == UNBORN
+            if created:
+                head = self.target.create(head.schema, head.spec, head.sort_order)
+                undo.callback(self.target.drop_if_empty)
+                columns = self._columns(head)
+            jobs = self._create(drafts, head, columns)
+            undo.pop_all()
+            return Planned(jobs, skipped, created_table=created)
+
+    def _head(self) -> TargetTable:
+        """The target as it is, or as `--create` would make it."""
+        if self.target.exists():
+            return self.target.load()
+        if not self.request.create:
+            raise Invalid(f"there is no table {self.request.target}", hint="pass --create to make it")
+        from lockstep.schema import derive
+
+        schema, spec, sort_order = derive(self.table, allow_lossy=self.request.allow_lossy)
+        return TargetTable(UNBORN, "", schema, spec, sort_order, {}, None)
+
+    def _columns(self, head: TargetTable) -> list[ColumnMap]:
+        from lockstep.schema import match_columns
+
+        return match_columns(
+            self.table,
+            head.schema,
+            by=self.request.match,
+            allow_lossy=self.request.allow_lossy,
+            ignore_extra=self.request.ignore_extra,
+        )
+
+    def _scope(self, head: TargetTable, partition_id: str) -> str:
+        return f"{self.table.identity}|{head.uuid}|{partition_id}"
+
+    def _decide(self, wanted: Selection, head: TargetTable) -> Decision:
+        if head.uuid == UNBORN:
+            return Decision(wanted)
+        scope = self._scope(head, wanted.partition.partition_id)
+        decision = decide(wanted, scope, self.store.holders(scope), self.request.on_existing)
+        if not decision.replaces or self.dry_run:
+            return decision
+        ended = [self._fence(job_id) for job_id in decision.replaces]
+        published = [job for job in ended if job.state is State.COMPLETED]
+        return replace(
+            decision,
+            beside=frozenset(job.job_id for job in published),
+            replaces=tuple(job.commit_id for job in published),
+        )
+
+    def _fence(self, job_id: str) -> Job:
+        """End an earlier job, one way or the other, so that `replace` knows what it replaces."""
+        job = self.store.stop(job_id, Event.KILL)
+        deadline = self.clock.now() + FENCE_PATIENCE_S
+        while job.state.live:
+            job = settle(self.store, job_id, self.config, self.clock)
+            if job.state.live:
+                if self.clock.now() > deadline:
+                    raise Conflict(
+                        f"job {job_id} is committing, and its outcome cannot be read",
+                        job_id=job_id,
+                        hint="try again when the catalog answers",
+                    )
+                self.clock.sleep(0.5)
+        return job
+
+    def _draft(
+        self,
+        wanted: Selection,
+        decision: Decision,
+        head: TargetTable,
+        columns: Sequence[ColumnMap],
+        undo: ExitStack,
+    ) -> Draft:
+        job_id = new_id()
+        parts = None if wanted.whole else [piece.name for piece in wanted.pieces]
+        frozen = self.request.pin and not self.dry_run
+        pin = self.source.pin(f"lockstep_pin_{job_id}", wanted.partition.partition_id, parts, frozen=frozen)
+        if frozen:
+            undo.callback(self.source.unpin, pin.detail, UNPIN_TIMEOUT_S)
+        pinned = replace(wanted, pieces=tuple(part.piece for part in pin.parts))
+        values = self._partition_values(pinned, pin, head, columns)
+        tasks = self.source.plan_tasks(pin, self.request.file_size_bytes * TASKS_PER_FILE)
+        return Draft(job_id, pinned, decision, pin, values, tasks)
+
+    def _partition_values(
+        self, wanted: Selection, pin: Pin, head: TargetTable, columns: Sequence[ColumnMap]
+    ) -> tuple[Any, ...]:
+        """The target partition that all rows of the pin fall into.
+
+        Raises: Invalid if they fall into several.
+        """
+        from lockstep.partitioning import monotonic, single_partition
+
+        fields = {int(one["source-id"]) for one in head.spec["fields"]}
+        if not fields or pin.rows == 0:
+            return ()
+        used = [column for column in columns if column.field_id in fields]
+        batches: Iterable[pa.RecordBatch]
+        if monotonic(head.spec):
+            batches = self.source.bounds(pin, used).to_batches()
+        else:
+            batches = self.source.distinct_rows(pin, used)
+        try:
+            found = single_partition(batches, head.spec, head.schema)
+        except Invalid as error:
+            raise Invalid(
+                f"partition {wanted.label} of {self.table.name} spans several partitions of "
+                f"{self.request.target}: {error.message}",
+                hint=f"the source is partitioned by {self.table.partition_key or 'nothing'}; export into a "
+                "table with a partition spec that each source partition fits into, or with none",
+            ) from error
+        return () if found is None else tuple(found)
+
+    def _create(
+        self,
+        drafts: Sequence[Draft],
+        head: TargetTable,
+        columns: Sequence[ColumnMap],
+    ) -> list[Job]:
+        if not drafts:
+            return []
+        request_id = new_id()
+        new_jobs = [
+            NewJob(
+                draft.job_id,
+                request_id,
+                self._plan_of(draft, head, columns),
+                Holding(
+                    self._scope(head, draft.selection.partition.partition_id),
+                    draft.selection.whole,
+                    draft.selection.pieces,
+                ),
+                draft.tasks,
+                draft.decision.beside,
+            )
+            for draft in drafts
+        ]
+        failpoint("plan.before_create")
+        return self.store.create(new_jobs)
+
+    def _plan_of(self, draft: Draft, head: TargetTable, columns: Sequence[ColumnMap]) -> Plan:
+        return Plan(
+            kind=Kind.EXPORT,
+            source=protect(self.source_address, self.config),
+            target=protect(self.request.target, self.config),
+            target_uuid=head.uuid,
+            location=head.location,
+            schema=head.schema,
+            spec=head.spec,
+            sort_order=head.sort_order,
+            columns=tuple(columns),
+            pin=draft.pin.detail,
+            partition=draft.selection.label,
+            partition_values=draft.partition_values,
+            rows=draft.pin.rows,
+            file_size_bytes=self.request.file_size_bytes,
+            deadline_s=self.request.deadline_s,
+            on_existing=self.request.on_existing,
+            replaces=draft.decision.replaces,
+            limits=self.config.limits,
+            properties=head.properties,
+        )
+
+
+def _preview(draft: Draft, columns: Sequence[ColumnMap]) -> PlanPreview:
+    size_bytes = sum(part.size_bytes for part in draft.pin.parts)
+    return PlanPreview(
+        draft.selection.label, draft.pin.rows, size_bytes, len(draft.pin.parts), len(draft.tasks), columns
+    )

@@ -1,0 +1,502 @@
+"""The loop: claim, run, heartbeat, commit, release.
+
+A worker is one Spark driver. It owns nothing that is not in the store: kill it at any instant, and
+another one goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, TypeVar
+
+from lockstep.attempt import Assignment, run_attempt
+from lockstep.commit import commit
+from lockstep.config import Config, expand
+from lockstep.engine.channel import ChannelServer
+from lockstep.errors import ErrorInfo, Fenced, LockstepError, Retryable
+from lockstep.exporter import release_pin
+from lockstep.job import (
+    Event,
+    Job,
+    Json,
+    Lease,
+    Limits,
+    Progress,
+    StagedFile,
+    State,
+    Task,
+    Verdict,
+)
+from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, new_id
+from lockstep.store import Claim, CommitClaim, JobStore
+from lockstep.target import open_target
+
+BEAT_S: Final = 1.0
+POLL_S: Final = 0.5
+STOP_GRACE_S: Final = 2.5
+PAUSE_GRACE_S: Final = 20.0
+STORE_PATIENCE_S: Final = 300.0
+COMMITTERS: Final = 4
+UNPIN_PAUSE_S: Final = 30.0
+
+T = TypeVar("T")
+Until = Literal["idle", "jobs_ended", "forever"]
+TaskKey = tuple[str, str, int]
+
+
+@dataclass
+class Held:
+    """A task that this worker has leased."""
+
+    claim: Claim
+    lease: Lease
+    group: str
+    progress: Progress
+    begun: bool = False
+    heard_at: float = 0.0
+    verdict: Verdict = Verdict.GO_ON
+    told_at: float | None = None
+
+
+@dataclass
+class Wave:
+    future: Future[None]
+    keys: set[TaskKey] = field(default_factory=set)
+
+
+def worker_name() -> str:
+    """Host and process, so that another worker on this host can tell whether it still lives."""
+    return f"{socket.gethostname()}/{os.getpid()}/{new_id()[-6:]}"
+
+
+def is_dead(worker: str) -> bool:
+    """True only if the worker ran on this host and its process is gone."""
+    host, _, rest = worker.partition("/")
+    pid = rest.partition("/")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def retry_delay_s(task: Task, error: ErrorInfo, limits: Limits, now: float) -> float | None:
+    """How long a failed task waits for its next attempt; None: it has spent its budget, or never could."""
+    if error.permanent or task.attempts >= limits.task_attempts:
+        return None
+    delay_s = backoff_s(task.attempts)
+    started = task.started_at if task.started_at is not None else now
+    return delay_s if now + delay_s - started <= limits.task_deadline_s else None
+
+
+class Worker:
+    """Runs jobs of the store: all of them, or those in `job_ids`."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: JobStore,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        job_ids: Collection[str] | None = None,
+        on_progress: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = worker_name()
+        self._config = config
+        self._store = store
+        self._clock = clock
+        self._job_ids = None if job_ids is None else frozenset(job_ids)
+        self._on_progress = on_progress
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._held: dict[TaskKey, Held] = {}
+        self._waves: dict[str, Wave] = {}
+        self._engine: Any = None
+        self._channel: ChannelServer | None = None
+        self._committers = ThreadPoolExecutor(COMMITTERS, thread_name_prefix="commit")
+        self._commits: dict[str, Future[None]] = {}
+        self._target_locks: dict[str, threading.Lock] = {}
+        self._unpins: dict[str, tuple[Future[None], float]] = {}
+        self._waves_started = 0
+
+    def run(self, until: Until = "forever", stop: threading.Event | None = None) -> None:
+        """Work until `stop` is set, or until what `until` names has come.
+
+        `idle`: no job is pending, running or committing. `jobs_ended`: each of `job_ids` has ended or is
+        paused.
+        """
+        stop = stop or threading.Event()
+        ended = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(ended,), name="beat", daemon=True)
+        beat.start()
+        try:
+            while not stop.is_set():
+                self._round()
+                if self._on_progress:
+                    self._on_progress()
+                if self._finished(until):
+                    return
+                self._wake.wait(POLL_S)
+                self._wake.clear()
+        finally:
+            ended.set()
+            self._shut_down()
+
+    # One round
+
+    def _round(self) -> None:
+        try:
+            self._take_over_from_the_dead()
+            self._enforce_deadlines()
+            self._start_commits()
+            self._start_tasks()
+            self._start_unpins()
+        except Retryable:
+            # The store is away: what runs goes on, and the next round asks again.
+            self._clock.sleep(POLL_S)
+
+    def _mine(self, states: Collection[State]) -> list[Job]:
+        return [
+            job for job in self._store.list(states) if self._job_ids is None or job.job_id in self._job_ids
+        ]
+
+    def _take_over_from_the_dead(self) -> None:
+        for job in self._mine({State.PENDING, State.RUNNING, State.COMMITTING}):
+            for worker in job.workers:
+                if worker != self.name and is_dead(worker):
+                    self._store.abandon(worker)
+
+    def _enforce_deadlines(self) -> None:
+        now = self._clock.now()
+        for job in self._mine({State.PENDING, State.RUNNING}):
+            deadline_s = job.plan.deadline_s
+            if deadline_s is not None and now - job.created_at > deadline_s:
+                error = ErrorInfo(
+                    "Retryable",
+                    f"the job did not finish within its deadline of {deadline_s:g} s",
+                    "nothing was published; finished tasks are kept: `lockstep retry` goes on from there",
+                )
+                self._store.stop(job.job_id, Event.FAIL, error)
+
+    def _start_tasks(self) -> None:
+        if not self._mine({State.PENDING, State.RUNNING}):
+            return
+        self._start_engine()
+        with self._lock:
+            free = self._engine.slots + 1 - len(self._held)
+        if free <= 0:
+            return
+        claims = self._store.claim(self.name, free, self._config.limits.lease_s, self._job_ids)
+        runnable = [claim for claim in claims if not self._spent(claim)]
+        for job_id in dict.fromkeys(claim.job.job_id for claim in runnable):
+            self._launch([claim for claim in runnable if claim.job.job_id == job_id])
+
+    def _spent(self, claim: Claim) -> bool:
+        """Fail a task whose attempts all died without a word, instead of running it for ever."""
+        limits = claim.job.plan.limits
+        if claim.task.attempts < limits.task_attempts:
+            return False
+        last = claim.task.error
+        why = f"; the last error: {last.message}" if last else "; each attempt died without an error"
+        error = ErrorInfo(
+            last.cls if last else "Retryable",
+            f"task {claim.task.index} gave up after {claim.task.attempts} attempts{why}",
+            last.hint if last else None,
+            claim.task.index,
+        )
+        self._store.fail(claim.lease, error, None)
+        return True
+
+    def _start_engine(self) -> None:
+        if self._engine is not None:
+            return
+        from lockstep.engine.spark import Engine
+
+        self._engine = Engine(self._config.spark, self._config.state_folder / "spark.log")
+        self._channel = ChannelServer(self._answer, self._engine.driver_host)
+
+    def _launch(self, claims: list[Claim]) -> None:
+        assert self._channel is not None
+        self._waves_started += 1
+        group = f"lockstep-{self.name}-{self._waves_started}"
+        plan = claims[0].job.plan
+        source_address = expand(plan.source, self._config)
+        assignments = [
+            Assignment(
+                claim.lease,
+                plan.to_json(),
+                claim.task.descriptor,
+                source_address,
+                self._config,
+                self._channel.address,
+                self._channel.secret,
+            )
+            for claim in claims
+        ]
+        with self._lock:
+            for claim in claims:
+                self._held[_key(claim.lease)] = Held(
+                    claim, claim.lease, group, Progress(claim.task.rows_done, claim.task.bytes_done)
+                )
+            future = self._engine.submit(group, run_attempt, assignments)
+            self._waves[group] = Wave(future, {_key(claim.lease) for claim in claims})
+        future.add_done_callback(lambda done: self._wave_ended(group, done))
+
+    def _start_commits(self) -> None:
+        with self._lock:
+            self._commits = {job_id: f for job_id, f in self._commits.items() if not f.done()}
+            free = COMMITTERS - len(self._commits)
+        for _ in range(free):
+            claim = self._store.claim_commit(self.name, self._config.limits.lease_s, self._job_ids)
+            if claim is None:
+                return
+            with self._lock:
+                self._commits[claim.job.job_id] = self._committers.submit(self._commit, claim)
+
+    def _commit(self, claim: CommitClaim) -> None:
+        with self._lock:
+            lock = self._target_locks.setdefault(claim.job.plan.target_uuid, threading.Lock())
+        try:
+            # One at a time into each table: commits of our own would only make each other retry.
+            with lock:
+                target = open_target(expand(claim.job.plan.target, self._config), self._config, self._clock)
+                commit(claim, self._store, target, self._clock)
+        except Fenced:
+            return  # somebody else has taken it over
+        except Exception:  # nothing is known: the commit stays open, and is claimed again a little later
+            self._store.yield_commit(claim.lease, backoff_s(4))
+        finally:
+            self._wake.set()
+
+    def _start_unpins(self) -> None:
+        now = self._clock.now()
+        for job in self._store.unreleased():
+            if self._job_ids is not None and job.job_id not in self._job_ids:
+                continue
+            earlier = self._unpins.get(job.job_id)
+            if earlier and (not earlier[0].done() or now - earlier[1] < UNPIN_PAUSE_S):
+                continue
+            future = self._committers.submit(release_pin, self._store, job, self._config)
+            self._unpins[job.job_id] = (future, now)
+
+    # The channel: what executors ask
+
+    def _answer(self, verb: str, body: Json) -> Any:
+        lease = Lease(**body["lease"])
+        answers = {
+            "begin": self._on_begin,
+            "heartbeat": self._on_heartbeat,
+            "checkpoint": self._on_checkpoint,
+            "finish": self._on_finish,
+            "fail": self._on_fail,
+            "release": self._on_release,
+        }
+        return answers[verb](lease, body)
+
+    def _on_begin(self, lease: Lease, body: Json) -> Json:
+        with self._lock:
+            if _key(lease) not in self._held:
+                raise Fenced(f"task {lease.index} is no longer held by this worker")
+        begun = self._patiently(lambda: self._store.begin(lease, self._config.limits.lease_s))
+        with self._lock:
+            held = self._held[_key(lease)]
+            held.lease = begun.lease
+            held.begun = True
+            held.heard_at = self._clock.now()
+            held.progress = Progress(begun.rows_done, begun.bytes_done)
+        return {
+            "lease": vars(begun.lease),
+            "position": begun.position,
+            "rows_done": begun.rows_done,
+            "bytes_done": begun.bytes_done,
+        }
+
+    def _on_heartbeat(self, lease: Lease, body: Json) -> str:
+        with self._lock:
+            held = self._current(lease)
+            if held is None:
+                return Verdict.STOP
+            held.heard_at = self._clock.now()
+            held.progress = Progress(**body["progress"])
+            return held.verdict
+
+    def _on_checkpoint(self, lease: Lease, body: Json) -> str:
+        progress = Progress(**body["progress"])
+        staged = [StagedFile.from_json(raw) for raw in body["staged"]]
+        lease_s = self._config.limits.lease_s
+        verdict = self._patiently(
+            lambda: self._store.checkpoint(lease, body["position"], staged, progress, lease_s)
+        )
+        self._on_heartbeat(lease, body)
+        return verdict
+
+    def _on_finish(self, lease: Lease, body: Json) -> None:
+        progress = Progress(**body["progress"])
+        staged = [StagedFile.from_json(raw) for raw in body["staged"]]
+        self._patiently(lambda: self._store.finish(lease, body["position"], staged, progress))
+        self._drop(lease)
+
+    def _on_fail(self, lease: Lease, body: Json) -> None:
+        error = ErrorInfo.from_json(body["error"])
+        assert error is not None
+        self._fail(lease, error)
+
+    def _on_release(self, lease: Lease, body: Json) -> None:
+        self._patiently(lambda: self._store.release(lease))
+        self._drop(lease)
+
+    def _fail(self, lease: Lease, error: ErrorInfo) -> None:
+        held = self._current(lease)
+        if held is None:
+            return
+        attempted = held.claim.task.attempts + max(1, lease.epoch - held.claim.lease.epoch)
+        task = replace(held.claim.task, attempts=attempted)
+        delay_s = retry_delay_s(task, error, held.claim.job.plan.limits, self._clock.now())
+        # Fenced: the task has a newer attempt, or its job has ended, and there is nothing left to fail.
+        with contextlib.suppress(Fenced):
+            self._patiently(lambda: self._store.fail(lease, error, delay_s))
+        self._drop(lease)
+
+    def _current(self, lease: Lease) -> Held | None:
+        with self._lock:
+            held = self._held.get(_key(lease))
+            return held if held is not None and held.lease.epoch == lease.epoch else None
+
+    def _drop(self, lease: Lease) -> None:
+        with self._lock:
+            if self._current(lease) is not None:
+                del self._held[_key(lease)]
+        self._wake.set()
+
+    def _patiently(self, verb: Callable[[], T]) -> T:
+        """Send a verb again while the store is away; it answers the same when the first one had arrived."""
+        deadline = self._clock.now() + STORE_PATIENCE_S
+        attempt = 0
+        while True:
+            try:
+                return verb()
+            except Retryable:
+                attempt += 1
+                if self._clock.now() > deadline:
+                    raise
+                self._clock.sleep(backoff_s(attempt, first_s=0.2, most_s=5.0))
+
+    # Waves and leases
+
+    def _wave_ended(self, group: str, future: Future[None]) -> None:
+        with self._lock:
+            wave = self._waves.pop(group, None)
+            left = [self._held[key] for key in (wave.keys if wave else ()) if key in self._held]
+            left = [held for held in left if held.group == group]
+        failure = future.exception()
+        for held in left:
+            if failure is None or held.verdict is not Verdict.GO_ON:
+                self._on_release(held.lease, {})
+            else:
+                self._fail(held.lease, _lost(failure, held.lease))
+        self._wake.set()
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT_S):
+            try:
+                self._beat_once()
+            except LockstepError:
+                continue  # the store is away: leases run out by its clock, and the next beat asks again
+
+    def _beat_once(self) -> None:
+        with self._lock:
+            progress = {held.lease: held.progress for held in self._held.values()}
+        if not progress:
+            return
+        verdicts = self._store.heartbeat(progress, self._config.limits.lease_s)
+        now = self._clock.now()
+        with self._lock:
+            for lease, verdict in verdicts.items():
+                held = self._current(lease)
+                if held is not None and held.verdict is not verdict:
+                    held.verdict = verdict
+                    held.told_at = now if verdict is not Verdict.GO_ON else None
+            overdue = [held for held in self._held.values() if self._overdue(held, now)]
+        for held in overdue:
+            self._force(held, now)
+
+    def _overdue(self, held: Held, now: float) -> bool:
+        if held.told_at is not None:
+            grace_s = PAUSE_GRACE_S if held.verdict is Verdict.PAUSE else STOP_GRACE_S
+            return now - held.told_at > (grace_s if held.begun else 0.0)
+        return held.begun and (self._silent(held, now) or self._late(held, now))
+
+    def _silent(self, held: Held, now: float) -> bool:
+        return now - held.heard_at > max(self._config.limits.lease_s, 10 * BEAT_S)
+
+    def _late(self, held: Held, now: float) -> bool:
+        started = held.claim.task.started_at
+        return started is not None and now - started > held.claim.job.plan.limits.task_deadline_s
+
+    def _force(self, held: Held, now: float) -> None:
+        """Stop an attempt that does not answer: cancel its wave, which kills its Python worker."""
+        if held.told_at is not None:
+            self._on_release(held.lease, {})
+        elif self._late(held, now):
+            limit_s = held.claim.job.plan.limits.task_deadline_s
+            self._fail(held.lease, ErrorInfo("Retryable", f"the task ran longer than {limit_s:g} s"))
+        else:
+            self._fail(held.lease, ErrorInfo("Retryable", "the executor stopped answering"))
+        if self._engine is not None:
+            self._engine.cancel(held.group)
+
+    # The end
+
+    def _finished(self, until: Until) -> bool:
+        with self._lock:
+            busy = bool(self._held) or any(not f.done() for f in self._commits.values())
+            busy = busy or any(not future.done() for future, _ in self._unpins.values())
+        if busy or until == "forever":
+            return False
+        if until == "jobs_ended" and self._job_ids is not None:
+            jobs = [self._store.read(job_id) for job_id in self._job_ids]
+            done = all(job.state is State.PAUSED or not job.state.live for job in jobs)
+        else:
+            done = not self._mine({State.PENDING, State.RUNNING, State.COMMITTING})
+        # Pins are given up best effort: each gets one try before the worker goes.
+        return done and all(
+            job.job_id in self._unpins
+            for job in self._store.unreleased()
+            if self._job_ids is None or job.job_id in self._job_ids
+        )
+
+    def _shut_down(self) -> None:
+        with self._lock:
+            held = list(self._held.values())
+            self._held.clear()
+        for one in held:
+            try:
+                self._store.release(one.lease)
+            except LockstepError:
+                continue  # the lease runs out by itself
+        if self._engine is not None:
+            self._engine.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._committers.shutdown(wait=False, cancel_futures=True)
+
+
+def _key(lease: Lease) -> TaskKey:
+    return lease.job_id, lease.stage, lease.index
+
+
+def _lost(failure: BaseException, lease: Lease) -> ErrorInfo:
+    reason = str(failure).strip().splitlines()
+    return ErrorInfo(
+        "Retryable", f"Spark lost the task: {reason[0] if reason else failure!r}", None, lease.index
+    )
