@@ -19,9 +19,10 @@ ROWS = pa.table(
 )
 
 
-@pytest.fixture
-def table(tmp_path: pathlib.Path) -> Table:
-    catalog = SqlCatalog("lake", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=str(tmp_path / "lake"))
+@pytest.fixture(params=["", "file://"], ids=["path", "url"])
+def table(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Table:
+    warehouse = f"{request.param}{tmp_path}/lake"
+    catalog = SqlCatalog("lake", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=warehouse)
     catalog.create_namespace("db")
     published = catalog.create_table("db.events", schema=ROWS.schema)
     published.append(ROWS)
