@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from urllib.parse import quote_plus
 
 from lockstep.errors import Invalid
@@ -105,9 +105,10 @@ def _find(
         path = (*above, str(each["name"]))
         if each["id"] == source_id:
             return (path, each["type"]) if isinstance(each["type"], str) else None
-        if isinstance(each["type"], dict) and each["type"].get("type") == "struct":
-            if (found := _find(each["type"]["fields"], source_id, path)) is not None:
-                return found
+        if isinstance(each["type"], str) or each["type"].get("type") != "struct":
+            continue
+        if (found := _find(each["type"]["fields"], source_id, path)) is not None:
+            return found
     return None
 
 
@@ -213,8 +214,8 @@ def single_partition(tables: Iterable[pa.RecordBatch], spec: Json, schema: Json)
                 raise Invalid(
                     "the rows fall into several partitions of the target, for example "
                     f"{describe(first, fields)} and {describe(values, fields)}",
-                    hint="one export writes one target partition: partition the target like the source, or by "
-                    "a coarser transform",
+                    hint="one export writes one target partition: partition the target like the source, "
+                    "or by a coarser transform",
                 )
     return first
 
@@ -527,8 +528,8 @@ def partition_record(values: Sequence[Any], spec: Json, schema: Json) -> list[An
 def partition_path(values: Sequence[Any], spec: Json, schema: Json) -> str:
     """The folder of a partition, `name=value/…`; empty for a table without partitions.
 
-    Escaped as Iceberg does it: no value can leave the table's folder. It is only a folder: the value itself is in the
-    manifest, so a segment too long for a file system is cut and gets a hash.
+    Escaped as Iceberg does it: no value can leave the table's folder. The value itself is in the manifest,
+    so a segment too long for a file system is cut and gets a hash.
     """
     fields = fields_of(spec, schema)
     return "/".join(_segment(f, v) for f, v in zip(fields, values, strict=True))
@@ -553,9 +554,9 @@ def human(value: Any, transform: Transform) -> str:
 
     if value is None:
         return "null"
-    units = {"year": "Y", "month": "M", "day": "D", "hour": "h"}
-    if transform.name in units:
-        return str(np.datetime64(value, units[transform.name])).replace("T", "-")
+    units: dict[str, Literal["Y", "M", "D", "h"]] = {"year": "Y", "month": "M", "day": "D", "hour": "h"}
+    if (unit := units.get(transform.name)) is not None:
+        return str(np.datetime64(int(value), unit)).replace("T", "-")
     if transform.name == "bucket":
         return str(value)
     kind = _kind(transform.source_type)

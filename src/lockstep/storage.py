@@ -25,15 +25,13 @@ from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
 from lockstep.runtime import new_id
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer
-
     from obstore.store import S3Store
 
 CHECKSUM_BYTES: Final = 16
 BUFFER_BYTES: Final = 1 << 20
 # An upload part; with the concurrency below it bounds what one open object holds in memory.
 PART_BYTES: Final = 8 << 20
-PARTS_IN_FLIGHT: Final = 4
+PARTS_IN_FLIGHT: Final = 2
 
 CLIENT_DEFAULTS: Final = {"connect_timeout": "5s", "timeout": "60s"}
 RETRY_DEFAULTS: Final = {
@@ -56,6 +54,10 @@ class StoredFile:
     size_bytes: int
     etag: str
     modified_at: float
+
+
+Buffer = Any
+"""Whatever has bytes: Python names this type from 3.12 on."""
 
 
 class Writer(Protocol):
@@ -107,6 +109,10 @@ class Storage:
             raise _taken(url)
         store, key = self._object(url)
         return _ObjectWriter(url, store, key)
+
+    def open_bytes(self, url: str) -> int:
+        """What one open file may hold in memory."""
+        return BUFFER_BYTES if local_path(url) is not None else PART_BYTES * (PARTS_IN_FLIGHT + 1)
 
     def size(self, url: str) -> int | None:
         """The size in bytes, or None if there is no such file. Raises: Invalid, Retryable."""

@@ -1,0 +1,566 @@
+"""Rolls Parquet data files straight into the table's location.
+
+No reader sees them before a commit lists them. A name holds job, stage, task, epoch and sequence, so that no
+attempt can overwrite another's file. Memory is bounded by bytes: rows are buffered up to one row group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lockstep.errors import Corrupt
+from lockstep.fingerprint import fingerprint
+from lockstep.job import Fingerprint, Json, Plan, StagedFile
+from lockstep.partitioning import (
+    Values,
+    describe,
+    fields_of,
+    grouped,
+    murmur3_bytes,
+    partition_path,
+)
+from lockstep.runtime import failpoint
+from lockstep.sink.stats import StatsBuilder, leaves_of, modes_of
+from lockstep.storage import Storage, Writer
+
+MOST_GROUP_BYTES: Final = 64_000_000
+"""Rows of one row group before they are encoded."""
+LEAST_GROUP_BYTES: Final = 64_000
+SAMPLE_ROWS: Final = 16_384
+DISTINCT_SHARE: Final = 0.25
+"""A dictionary pays where at most this share of a sample is distinct."""
+
+_CODECS: Final = {"zstd", "snappy", "gzip", "lz4", "brotli", "uncompressed"}
+_NAME: Final = re.compile(r"lockstep-([0-9a-f]+)-([a-z]+)-(\d+)-(\d+)-(\d+)\.parquet")
+
+
+class DataFileSink:
+    """Data files of one attempt. A plan with partition values allows that partition only."""
+
+    def __init__(self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, storage: Storage) -> None:
+        self._plan = plan
+        self._storage = storage
+        self._stage = stage
+        self._name = f"lockstep-{job_id}-{stage}-{index:05d}-{epoch:03d}"
+        self._fields = fields_of(plan.spec, plan.schema)
+        self._allowed = tuple(plan.partition_values) if plan.partition_values else None
+        self._options = FileOptions.of(plan, stage)
+        self._shape: FileShape | None = None
+        self._open: dict[Values, _OpenFile] = {}
+        self._finished: list[StagedFile] = []
+        self._sequence = 0
+        self._packing = Packing()
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take rows in the target's Arrow schema.
+
+        Raises: Corrupt for rows that do not fit the table's schema or the job's partition; Invalid and
+        Retryable from the storage.
+        """
+        if batch.num_rows == 0:
+            return
+        if self._shape is None:
+            self._shape = FileShape.of(self._plan.schema, batch.schema)
+        rows = self._shape.plain(batch)
+        groups = grouped(rows, self._fields) if self._fields else [((), rows)]
+        for values, members in groups:
+            self._check(values)
+            for piece in _pieces(members, self._options.group_bytes):
+                self._add_piece(self._shape, values, piece)
+
+    @property
+    def full(self) -> bool:
+        """True when a file has reached its size."""
+        return bool(self._finished) or any(file.full for file in self._open.values())
+
+    @property
+    def pending_bytes(self) -> int:
+        staged = sum(file.size_bytes for file in self._finished)
+        return staged + sum(file.estimated_bytes for file in self._open.values())
+
+    def flush(self) -> list[StagedFile]:
+        """Finish every open file, durably, and confirm its size.
+
+        Raises: Corrupt if a file is not there with its size; Invalid; Retryable.
+        """
+        for values in list(self._open):
+            self._finish(values)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self) -> None:
+        for file in self._open.values():
+            file.abort()
+        self._open.clear()
+
+    def _check(self, values: Values) -> None:
+        if self._allowed is not None and values != self._allowed:
+            raise Corrupt(
+                f"a row belongs to partition {describe(values, self._fields)} of the target, "
+                f"but this job writes {describe(self._allowed, self._fields)} only",
+                hint="the source changed after the job was planned, or compares values in another way; "
+                "nothing was published",
+            )
+
+    def _add_piece(self, shape: FileShape, values: Values, rows: pa.RecordBatch) -> None:
+        file = self._open.get(values)
+        if file is not None and file.full:
+            self._finish(values)
+            file = None
+        if file is None:
+            self._make_room()
+            file = self._open[values] = self._begin(shape, values)
+        # The file used last is the last to be finished when there are too many.
+        self._open[values] = self._open.pop(values)
+        file.add(rows)
+        while sum(each.buffered_bytes for each in self._open.values()) > self._options.buffer_bytes:
+            max(self._open.values(), key=lambda each: each.buffered_bytes).write_group()
+
+    def _make_room(self) -> None:
+        cost = self._storage.open_bytes(self._plan.location)
+        most = max(1, self._options.buffer_bytes // cost)
+        while len(self._open) >= most:
+            self._finish(next(iter(self._open)))
+
+    def _begin(self, shape: FileShape, values: Values) -> _OpenFile:
+        url = data_url(self._plan, values, f"{self._name}-{self._sequence:05d}.parquet")
+        self._sequence += 1
+        return _OpenFile(url, values, shape, self._options, self._packing, self._storage)
+
+    def _finish(self, values: Values) -> None:
+        # Kept among the open ones until it is finished, so that abort finds it after an error.
+        self._finished.append(self._open[values].finish())
+        del self._open[values]
+        if self._stage in ("write", "merge"):
+            failpoint(f"{self._stage}.after_file")
+
+
+# Names
+
+
+def data_url(plan: Plan, values: Sequence[Any], name: str) -> str:
+    """Where a data file goes: by partition below the table's data folder, or as object storage likes it."""
+    properties = plan.properties
+    root = str(properties.get("write.data.path") or f"{plan.location.rstrip('/')}/data").rstrip("/")
+    folder = partition_path(values, plan.spec, plan.schema)
+    within = f"{folder}/{name}" if folder else name
+    if not _is_true(properties.get("write.object-storage.enabled", "false")):
+        return f"{root}/{within}"
+    if _is_true(properties.get("write.object-storage.partitioned-paths", "true")):
+        return f"{root}/{_entropy(within)}/{within}"
+    return f"{root}/{_entropy(name)}-{name}"
+
+
+def parse_name(url: str) -> tuple[str, str, int, int, int] | None:
+    """Job, stage, task, epoch and sequence of a data file of ours; None for anybody else's file."""
+    match = _NAME.search(url.rpartition("/")[2])
+    if match is None:
+        return None
+    return match[1], match[2], int(match[3]), int(match[4]), int(match[5])
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).strip().lower() == "true"
+
+
+def _entropy(name: str) -> str:
+    """Iceberg's folders by hash: object stores spread their load by the beginning of a name."""
+    bits = f"{murmur3_bytes(name.encode()) & 0xFFFFF:020b}"
+    return "/".join((bits[:4], bits[4:8], bits[8:12], bits[12:]))
+
+
+# What every file of a sink has in common
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """What the table's properties and the job's limits say of its files."""
+
+    file_bytes: int
+    group_bytes: int
+    buffer_bytes: int
+    codec: str
+    level: int | None
+    page_bytes: int | None
+    sort_order_id: int | None
+    properties: Mapping[str, Any]
+    sort_order: Json
+    schema: Json
+
+    @classmethod
+    def of(cls, plan: Plan, stage: str) -> FileOptions:
+        wanted = plan.properties
+        memory = plan.limits.task_memory_bytes
+        codec = str(wanted.get("write.parquet.compression-codec", "zstd")).lower()
+        level = wanted.get("write.parquet.compression-level")
+        page = wanted.get("write.parquet.page-size-bytes")
+        stated_group = int(wanted.get("write.parquet.row-group-size-bytes", MOST_GROUP_BYTES))
+        group = max(LEAST_GROUP_BYTES, min(MOST_GROUP_BYTES, memory // 8, stated_group))
+        return cls(
+            file_bytes=plan.file_size_bytes,
+            group_bytes=group,
+            buffer_bytes=max(group, memory // 4),
+            codec=codec if codec in _CODECS else "zstd",
+            level=int(level) if level is not None else (1 if codec == "zstd" else None),
+            page_bytes=None if page is None else int(page),
+            # Only a merge puts rows in the table's order; no file may claim an order that it does not have.
+            sort_order_id=plan.sort_order.get("order-id") if stage == "merge" else None,
+            properties=wanted,
+            sort_order=plan.sort_order,
+            schema=plan.schema,
+        )
+
+
+@dataclass
+class Packing:
+    """Bytes in a file for each byte of rows, as the files of this sink have shown; None at first."""
+
+    ratio: float | None = None
+
+    def learn(self, raw_bytes: int, file_bytes: int) -> None:
+        if raw_bytes > 0:
+            self.ratio = file_bytes / raw_bytes
+
+
+class _OpenFile:
+    """A file being written. The object in storage begins with its first row group."""
+
+    def __init__(
+        self,
+        url: str,
+        values: Values,
+        shape: FileShape,
+        options: FileOptions,
+        packing: Packing,
+        storage: Storage,
+    ) -> None:
+        self._url, self._values, self._shape, self._options = url, values, shape, options
+        self._packing, self._storage = packing, storage
+        self._stats = StatsBuilder(
+            shape.leaves, modes_of(options.schema, options.sort_order, options.properties)
+        )
+        self._buffer: list[pa.RecordBatch] = []
+        self.buffered_bytes = 0
+        self._rows = 0
+        self._fingerprint = Fingerprint()
+        self._writer: Writer | None = None
+        self._parquet: pq.ParquetWriter | None = None
+        self._footers: list[Any] = []
+
+    @property
+    def estimated_bytes(self) -> int:
+        """What was written, and what the buffer will add, as far as that is known."""
+        written = self._writer.size_bytes if self._writer else 0
+        return written + int(self.buffered_bytes * (self._packing.ratio or 0.0))
+
+    @property
+    def full(self) -> bool:
+        return self.estimated_bytes >= self._options.file_bytes
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        self._fingerprint += fingerprint(rows)
+        self._rows += rows.num_rows
+        self._buffer.append(rows)
+        self.buffered_bytes += rows.nbytes
+        # Until the first row group shows how well rows pack, a group is no larger than a file.
+        most = self._options.group_bytes
+        if self._packing.ratio is None:
+            most = min(most, max(LEAST_GROUP_BYTES, self._options.file_bytes))
+        if self.buffered_bytes >= most:
+            self.write_group()
+
+    def write_group(self) -> None:
+        """Write what is buffered as one row group."""
+        if not self._buffer:
+            return
+        rows = self._shape.labelled(self._buffer)
+        writer, parquet = self._begin(rows)
+        before = writer.size_bytes
+        self._stats.note(rows)
+        try:
+            parquet.write_table(rows, row_group_size=rows.num_rows)
+        except pa.ArrowInvalid as error:
+            raise Corrupt(f"rows do not fit {self._url}: {error}") from error
+        self._packing.learn(self.buffered_bytes, writer.size_bytes - before)
+        self._buffer = []
+        self.buffered_bytes = 0
+
+    def finish(self) -> StagedFile:
+        self.write_group()
+        assert self._writer is not None
+        assert self._parquet is not None
+        self._parquet.close()
+        self._writer.close()
+        size_bytes = self._writer.size_bytes
+        found = self._storage.size(self._url)
+        if found != size_bytes:
+            raise Corrupt(f"{self._url} was written with {size_bytes} bytes, but the storage has {found}")
+        return StagedFile(
+            path=self._url,
+            size_bytes=size_bytes,
+            rows=self._rows,
+            checksum=self._writer.checksum,
+            fingerprint=self._fingerprint,
+            partition=self._values,
+            stats=self._stats.finish(self._footers[0], self._options.sort_order_id),
+        )
+
+    def abort(self) -> None:
+        if self._parquet is not None:
+            self._parquet.is_open = False  # else its destructor would write a footer
+        if self._writer is not None:
+            self._writer.abort()
+        self._buffer = []
+
+    def _begin(self, sample: pa.Table) -> tuple[Writer, pq.ParquetWriter]:
+        if self._writer is None or self._parquet is None:
+            self._writer = self._storage.create(self._url)
+            self._parquet = pq.ParquetWriter(
+                self._writer,
+                self._shape.schema,
+                version="2.6",
+                use_dictionary=low_cardinality(sample, self._shape.paths),
+                compression="none" if self._options.codec == "uncompressed" else self._options.codec,
+                compression_level=self._options.level,
+                data_page_size=self._options.page_bytes,
+                write_statistics=True,
+                store_decimal_as_integer=True,
+                store_schema=False,
+                metadata_collector=self._footers,
+            )
+            self._parquet.add_key_value_metadata({"iceberg.schema": json.dumps(self._options.schema)})
+        return self._writer, self._parquet
+
+
+def _pieces(rows: pa.RecordBatch, most_bytes: int) -> list[pa.RecordBatch]:
+    """A batch in slices that fit a row group, unless a single row does not."""
+    if rows.nbytes <= most_bytes or rows.num_rows == 1:
+        return [rows]
+    half = rows.num_rows // 2
+    return _pieces(rows.slice(0, half), most_bytes) + _pieces(rows.slice(half), most_bytes)
+
+
+# Dictionaries
+
+
+def low_cardinality(rows: pa.Table, paths: Sequence[str]) -> list[str]:
+    """The Parquet columns that a dictionary makes smaller and faster, judged by a sample of the rows."""
+    if rows.num_rows > SAMPLE_ROWS:
+        rows = rows.take(pa.array(np.linspace(0, rows.num_rows - 1, SAMPLE_ROWS, dtype=np.int64)))
+    leaves = [leaf for column in rows.columns for leaf in _leaf_arrays(column.combine_chunks())]
+    return [path for path, leaf in zip(paths, leaves, strict=True) if _is_repetitive(leaf)]
+
+
+def _leaf_arrays(array: pa.Array) -> list[pa.Array]:
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.nulls(0, array.type)
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if pa.types.is_struct(array.type):
+        return [leaf for child in array.flatten() for leaf in _leaf_arrays(child)]
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        return _leaf_arrays(array.flatten())
+    if pa.types.is_map(array.type):
+        return _leaf_arrays(array.keys) + _leaf_arrays(array.items)
+    return [array]
+
+
+def _is_repetitive(leaf: pa.Array) -> bool:
+    if pa.types.is_boolean(leaf.type) or pa.types.is_null(leaf.type):
+        return False
+    present = len(leaf) - leaf.null_count
+    return bool(pc.count_distinct(leaf).as_py() <= present * DISTINCT_SHARE)
+
+
+# The shape of a file: Arrow types with Iceberg's field ids
+
+
+class FileShape:
+    """The columns of a file: the layout that rows come in, with Iceberg's ids and names as labels.
+
+    Labels change without touching a byte: `labelled` hands the same buffers over under another schema.
+    """
+
+    def __init__(self, rows: pa.Schema, schema: pa.Schema, fields: Sequence[Json]) -> None:
+        self._rows = rows
+        self.schema = schema
+        self._required = [field["name"] for field in fields if field["required"]]
+        self.leaves = leaves_of(fields)
+        self.paths = [path for field in schema for path in _paths(field.name, field.type)]
+
+    @classmethod
+    def of(cls, schema: Json, rows: pa.Schema) -> FileShape:
+        """The shape for rows of this Arrow schema in a table of this Iceberg schema.
+
+        Raises: Corrupt if columns or types are not the table's.
+        """
+        known = {field["name"]: field for field in schema["fields"]}
+        if sorted(rows.names) != sorted(known):
+            odd = sorted(set(rows.names) ^ set(known)) or ["one that is there twice"]
+            raise Corrupt(f"the rows do not have the table's columns: they differ in {', '.join(odd)}")
+        fields = [known[name] for name in rows.names]
+        plain = pa.schema([pa.field(f.name, _plain_type(f.type)) for f in rows])
+        labelled = [_label(field, plain.field(at).type) for at, field in enumerate(fields)]
+        return cls(plain, pa.schema(labelled), fields)
+
+    def plain(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Rows in the one layout of this sink. Raises: Corrupt for a NULL in a required column."""
+        types_match = batch.schema.names == self._rows.names and batch.schema.types == self._rows.types
+        rows = batch if types_match else self._converted(batch)
+        for name in self._required:
+            if rows.column(name).null_count:
+                raise Corrupt(f'column "{name}" is required, but a row has NULL there')
+        return rows
+
+    def _converted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        try:
+            columns = [_storage(batch.column(field.name)).cast(field.type) for field in self._rows]
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError) as error:
+            raise Corrupt(f"rows changed their types in the middle of a task: {error}") from error
+        return pa.record_batch(columns, schema=self._rows)
+
+    def labelled(self, batches: Sequence[pa.RecordBatch]) -> pa.Table:
+        return pa.Table.from_batches([pa.record_batch(_Relabelled(b, self.schema)) for b in batches])
+
+
+class _Relabelled:
+    """The same buffers under another schema of the same layout, through Arrow's C data interface."""
+
+    def __init__(self, batch: pa.RecordBatch, schema: pa.Schema) -> None:
+        self._batch, self._schema = batch, schema
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
+        return self._schema.__arrow_c_schema__(), self._batch.__arrow_c_array__()[1]
+
+
+def _storage(array: pa.Array) -> pa.Array:
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def _plain_type(arrow: pa.DataType) -> pa.DataType:
+    """The layout that is written: dictionaries and views are unpacked, extension types are their storage."""
+    if isinstance(arrow, pa.BaseExtensionType):
+        return _plain_type(arrow.storage_type)
+    if pa.types.is_dictionary(arrow):
+        return _plain_type(arrow.value_type)
+    if pa.types.is_string_view(arrow):
+        return pa.large_string()
+    if pa.types.is_binary_view(arrow):
+        return pa.large_binary()
+    if pa.types.is_struct(arrow):
+        return pa.struct([pa.field(f.name, _plain_type(f.type)) for f in arrow])
+    if pa.types.is_large_list(arrow):
+        return pa.large_list(_plain_type(arrow.value_type))
+    if pa.types.is_list(arrow):
+        return pa.list_(_plain_type(arrow.value_type))
+    if pa.types.is_map(arrow):
+        return pa.map_(_plain_type(arrow.key_type), _plain_type(arrow.item_type))
+    return arrow
+
+
+def _label(field: Json, arrow: pa.DataType) -> pa.Field:
+    return _labelled_field(field["name"], field["type"], arrow, field["id"], field["required"], field["name"])
+
+
+def _labelled_field(
+    name: str, type_: str | Json, arrow: pa.DataType, field_id: int, required: bool, column: str
+) -> pa.Field:
+    metadata = {b"PARQUET:field_id": str(field_id).encode()}
+    return pa.field(compatible_name(name), _labelled_type(type_, arrow, column), not required, metadata)
+
+
+def _labelled_type(type_: str | Json, arrow: pa.DataType, column: str) -> pa.DataType:
+    if isinstance(type_, str):
+        if not _holds(type_, arrow):
+            raise Corrupt(f'column "{column}" is {type_} in the table, but the rows have {arrow}')
+        return pa.uuid() if type_ == "uuid" else arrow
+    if type_["type"] == "struct" and pa.types.is_struct(arrow):
+        names = [field["name"] for field in type_["fields"]]
+        if names != [field.name for field in arrow]:
+            raise Corrupt(
+                f'the fields of column "{column}" are {names} in the table, but the rows have {arrow}'
+            )
+        pairs = zip(type_["fields"], arrow, strict=True)
+        return pa.struct(
+            [
+                _labelled_field(f["name"], f["type"], a.type, f["id"], f["required"], f"{column}.{f['name']}")
+                for f, a in pairs
+            ]
+        )
+    if type_["type"] == "list" and (pa.types.is_list(arrow) or pa.types.is_large_list(arrow)):
+        element = _labelled_field(
+            "element",
+            type_["element"],
+            arrow.value_type,
+            type_["element-id"],
+            type_["element-required"],
+            column,
+        )
+        return pa.large_list(element) if pa.types.is_large_list(arrow) else pa.list_(element)
+    if type_["type"] == "map" and pa.types.is_map(arrow):
+        return pa.map_(
+            _labelled_field("key", type_["key"], arrow.key_type, type_["key-id"], True, column),
+            _labelled_field(
+                "value", type_["value"], arrow.item_type, type_["value-id"], type_["value-required"], column
+            ),
+        )
+    raise Corrupt(f'column "{column}" is a {type_["type"]} in the table, but the rows have {arrow}')
+
+
+_EXACT: Final[Mapping[str, Sequence[pa.DataType]]] = {
+    "boolean": [pa.bool_()],
+    "int": [pa.int32()],
+    "long": [pa.int64()],
+    "float": [pa.float32()],
+    "double": [pa.float64()],
+    "date": [pa.date32()],
+    "time": [pa.time64("us")],
+    "timestamp": [pa.timestamp("us")],
+    "timestamp_ns": [pa.timestamp("ns")],
+    "string": [pa.string(), pa.large_string()],
+    "binary": [pa.binary(), pa.large_binary()],
+    "uuid": [pa.binary(16)],
+    "unknown": [pa.null()],
+}
+
+
+def _holds(type_text: str, arrow: pa.DataType) -> bool:
+    """True if Parquet stores this Arrow type exactly as Iceberg wants the column."""
+    if type_text in _EXACT:
+        return arrow in _EXACT[type_text]
+    if type_text in ("timestamptz", "timestamptz_ns"):
+        unit = "ns" if type_text.endswith("_ns") else "us"
+        return bool(pa.types.is_timestamp(arrow) and arrow.unit == unit and arrow.tz is not None)
+    numbers = [int(digits) for digits in re.findall(r"\d+", type_text)]
+    if type_text.startswith("decimal"):
+        return bool(arrow == pa.decimal128(*numbers))
+    return bool(type_text.startswith("fixed") and arrow == pa.binary(*numbers))
+
+
+def compatible_name(name: str) -> str:
+    """A column name as Iceberg writes it into files (readers go by field id): letters, digits and
+    underscores; any other character as its code."""
+    from pyiceberg.schema import make_compatible_name
+
+    return str(make_compatible_name(name))
+
+
+def _paths(name: str, arrow: pa.DataType) -> list[str]:
+    """The Parquet paths of the leaves below a column."""
+    if pa.types.is_struct(arrow):
+        return [path for field in arrow for path in _paths(f"{name}.{field.name}", field.type)]
+    if pa.types.is_list(arrow) or pa.types.is_large_list(arrow):
+        return _paths(f"{name}.list.element", arrow.value_type)
+    if pa.types.is_map(arrow):
+        keys = _paths(f"{name}.key_value.key", arrow.key_type)
+        return keys + _paths(f"{name}.key_value.value", arrow.item_type)
+    return [name]
