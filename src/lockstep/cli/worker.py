@@ -1,0 +1,41 @@
+"""`lockstep worker`: run whatever the store holds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.export import closing_grid, exit_code
+from lockstep.cli.jobs import closing
+from lockstep.cli.render import line, plural
+from lockstep.cli.running import INTERRUPTED, LIVE, Interrupted, work
+from lockstep.cli.session import Answer, Session, command
+from lockstep.job import State
+from lockstep.view import job_document
+
+
+@command
+def worker(
+    session: Session,
+    once: Annotated[bool, typer.Option("--once", help="Until nothing is left to do.")] = False,
+) -> int:
+    """Work on the jobs of the store: claim, run on Spark, commit."""
+    ids = [job.job_id for job in reversed(session.store.list(LIVE))]
+    waiting = f"{plural(len(ids), 'job')} in the store" if ids else "no job in the store"
+    session.remark(line(f"{waiting}; " + ("working until none is left" if once else "Ctrl-C to stop")))
+    try:
+        work(session, "idle" if once else "forever")
+    except Interrupted:
+        jobs = [session.store.read(job_id) for job_id in ids]
+        session.answer({"jobs": [job_document(job) for job in jobs]})
+        session.remark(line("stopped; the jobs are kept, and any worker goes on: lockstep worker"))
+        return INTERRUPTED
+    jobs = [session.store.read(job_id) for job_id in ids]
+    parts: list[Answer] = [closing_grid(jobs)] if jobs else [line("nothing is left to do")]
+    for job in jobs:
+        if job.state is not State.COMPLETED:
+            parts += closing(job)
+    session.answer({"jobs": [job_document(job) for job in jobs]}, *parts)
+    # A paused job was not this worker's to finish.
+    return exit_code([job for job in jobs if job.state is not State.PAUSED])

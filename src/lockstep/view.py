@@ -1,0 +1,98 @@
+"""A job as people and programs see it: the document of `show --json` and of one element of `jobs --json`.
+
+The field names are a promise to scripts. Nothing heavy is imported, and no secret gets in: addresses keep
+`${NAME}`, and a literal password is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.config import redact
+from lockstep.job import Job, Json, State, Task
+from lockstep.runtime import rfc3339
+
+
+def job_document(job: Job, tasks: Sequence[Task] | None = None) -> Json:
+    """Every field that is promised; unknown ones are None. With `tasks` it lists them too."""
+    document: Json = {
+        "job_id": job.job_id,
+        "request_id": job.request_id,
+        "kind": job.kind.value,
+        "state": job.state.value,
+        "generation": job.generation,
+        "source": redact(job.plan.source),
+        "target": redact(job.plan.target),
+        "partition": job.plan.partition,
+        "commit_id": job.commit_id,
+        "snapshot_id": job.snapshot_id,
+        "stage": job.stage,
+        "tasks_total": job.tasks_total,
+        "tasks_done": job.tasks_done,
+        "rows_total": job.plan.rows,
+        "rows_done": job.rows_done,
+        "bytes_done": job.bytes_done,
+        "files": job.files,
+        "progress": progress(job),
+        "rows_per_s": rows_per_s(job),
+        "eta_s": eta_s(job),
+        "attempts": job.attempts,
+        "created_at": rfc3339(job.created_at),
+        "updated_at": rfc3339(job.updated_at),
+        "started_at": rfc3339(job.started_at),
+        "finished_at": rfc3339(job.finished_at),
+        "workers": list(job.workers),
+        "tasks_waiting_for_retry": job.tasks_waiting_for_retry,
+        "kill_requested": job.kill_requested,
+        "error": job.error.to_json() if job.error else None,
+        "fingerprint": job.fingerprint.to_json() if job.fingerprint else None,
+    }
+    if tasks is not None:
+        document["tasks"] = [task_document(task) for task in tasks]
+    return document
+
+
+def task_document(task: Task) -> Json:
+    return {
+        "task": task.index,
+        "stage": task.stage,
+        "state": task.state.value,
+        "epoch": task.epoch,
+        "attempts": task.attempts,
+        "rows_total": task.rows,
+        "rows_done": task.rows_done,
+        "bytes_done": task.bytes_done,
+        "files": task.files,
+        "worker": task.owner,
+        "lease_until": rfc3339(task.lease_until),
+        "started_at": rfc3339(task.started_at),
+        "next_attempt_at": rfc3339(task.next_attempt_at),
+        "error": task.error.to_json() if task.error else None,
+    }
+
+
+def progress(job: Job) -> float:
+    """From 0 to 1. Only a published job is at 1 when its size is not known before."""
+    if job.state is State.COMPLETED:
+        return 1.0
+    if job.plan.rows:
+        return round(min(1.0, job.rows_done / job.plan.rows), 4)
+    if job.tasks_total:
+        return round(job.tasks_done / job.tasks_total, 4)
+    return 0.0
+
+
+def rows_per_s(job: Job) -> float | None:
+    """The average since the job started."""
+    if job.started_at is None or not job.rows_done:
+        return None
+    seconds = (job.finished_at or job.updated_at) - job.started_at
+    return round(job.rows_done / seconds, 1) if seconds > 0 else None
+
+
+def eta_s(job: Job) -> float | None:
+    """Seconds until all rows are written, at the average pace; None unless rows are being written."""
+    pace = rows_per_s(job)
+    if job.state is not State.RUNNING or not pace or job.plan.rows is None:
+        return None
+    return round(max(0, job.plan.rows - job.rows_done) / pace, 1)
