@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from lockstep.errors import Invalid
 from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from lockstep.config import Config
 
 
 @dataclass(frozen=True)
@@ -153,3 +156,23 @@ class Source(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def open_source(address: str, config: Config) -> Source:
+    """The source behind an address whose secrets are filled in. Nothing is connected yet.
+
+    Raises: Invalid for an unknown scheme or an address that is not of its form.
+    """
+    scheme = address.partition(":")[0]
+    if scheme in {"clickhouse", "clickhouses", "chdb"}:
+        from lockstep.source.clickhouse import ClickHouseSource
+
+        return ClickHouseSource(address, config)
+    if scheme == "parquet":
+        from lockstep.source.parquet import ParquetSource
+
+        return ParquetSource(address, config)
+    raise Invalid(
+        f'"{scheme}:" is not a source that Lockstep knows' if ":" in address else "the source has no scheme",
+        hint="a source is clickhouse://…, clickhouses://…, chdb:PATH/db/table or parquet:PATH",
+    )
