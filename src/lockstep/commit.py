@@ -15,7 +15,7 @@ from typing import Final
 from lockstep.config import Config, expand
 from lockstep.errors import Corrupt, ErrorInfo, Fenced, Incompatible, Invalid, LockstepError, Retryable
 from lockstep.job import CommitLease, Event, Job, StagedFile
-from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint
+from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, worker_name
 from lockstep.store import CommitClaim, JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
 
@@ -227,12 +227,16 @@ def _kept(store: JobStore, lease: CommitLease, lease_s: float) -> Iterator[_Keep
 
 
 def settle(store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_CLOCK) -> Job:
-    """Finish the commit of one job if nobody else is at it; else answer with the job as it is."""
-    claim = store.claim_commit(f"settle-{job_id[:8]}", config.limits.lease_s, {job_id})
+    """Finish the commit of one job if nobody else is at it; else answer with the job as it is.
+
+    A kill takes it even from a live committer: the register decides between the two.
+    """
+    force = store.read(job_id).kill_requested
+    claim = store.claim_commit(worker_name(), config.limits.lease_s, {job_id}, force=force)
     if claim is None:
         return store.read(job_id)
     try:
-        target = open_target(expand(claim.job.plan.target), config, clock)
+        target = open_target(expand(claim.job.plan.target, config), config, clock)
         return commit(claim, store, target, clock)
     except Fenced:
         return store.read(job_id)

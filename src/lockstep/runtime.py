@@ -10,6 +10,7 @@ import fcntl
 import os
 import random
 import signal
+import socket
 import tempfile
 import time
 import uuid
@@ -52,6 +53,26 @@ def new_id() -> str:
     """A job or request id: sortable by time (the first 48 bits are milliseconds), unguessable after."""
     millis = int(time.time() * 1000)
     return f"{millis:012x}{uuid.uuid4().hex[:12]}"
+
+
+def worker_name() -> str:
+    """Host and process, so that another worker on this host can tell whether it still lives."""
+    return f"{socket.gethostname()}/{os.getpid()}/{new_id()[-6:]}"
+
+
+def is_dead(worker: str) -> bool:
+    """True only if the worker ran on this host and its process is gone."""
+    host, _, rest = worker.partition("/")
+    pid = rest.partition("/")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def new_secret() -> str:

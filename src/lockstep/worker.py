@@ -7,8 +7,7 @@ another one goes on from the last checkpoint.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
+import re
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,7 @@ from lockstep.job import (
     Task,
     Verdict,
 )
-from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, new_id
+from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, is_dead, worker_name
 from lockstep.store import Claim, CommitClaim, JobStore
 from lockstep.target import open_target
 
@@ -68,26 +67,6 @@ class Held:
 class Wave:
     future: Future[None]
     keys: set[TaskKey] = field(default_factory=set)
-
-
-def worker_name() -> str:
-    """Host and process, so that another worker on this host can tell whether it still lives."""
-    return f"{socket.gethostname()}/{os.getpid()}/{new_id()[-6:]}"
-
-
-def is_dead(worker: str) -> bool:
-    """True only if the worker ran on this host and its process is gone."""
-    host, _, rest = worker.partition("/")
-    pid = rest.partition("/")[0]
-    if host != socket.gethostname() or not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
 
 
 def retry_delay_s(task: Task, error: ErrorInfo, limits: Limits, now: float) -> float | None:
@@ -403,8 +382,15 @@ class Worker:
             if failure is None or held.verdict is not Verdict.GO_ON:
                 self._on_release(held.lease, {})
             else:
-                self._fail(held.lease, _lost(failure, held.lease))
+                self._fail(self._counted(held), _lost(failure, held.lease))
         self._wake.set()
+
+    def _counted(self, held: Held) -> Lease:
+        """A wave that dies before its task begins has spent an attempt too, or it would be tried for ever."""
+        if not held.begun:
+            with contextlib.suppress(Fenced):
+                self._on_begin(held.lease, {})
+        return held.lease
 
     def _beat(self, ended: threading.Event) -> None:
         while not ended.wait(BEAT_S):
@@ -496,7 +482,8 @@ def _key(lease: Lease) -> TaskKey:
 
 
 def _lost(failure: BaseException, lease: Lease) -> ErrorInfo:
-    reason = str(failure).strip().splitlines()
-    return ErrorInfo(
-        "Retryable", f"Spark lost the task: {reason[0] if reason else failure!r}", None, lease.index
-    )
+    """What Spark says of a task that it gave up. The last line of a Python traceback is the one that tells."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    telling = [line for line in lines if re.match(r"[A-Za-z_.]*(Error|Exception|Interrupt|Exit)\b", line)]
+    reason = (telling or lines or [repr(failure)])[-1 if telling else 0]
+    return ErrorInfo("Retryable", f"Spark lost the task: {reason}", None, lease.index)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lockstep.errors import ErrorInfo
+from lockstep.errors import ErrorInfo, Invalid
 from lockstep.job import (
     CommitLease,
     Event,
@@ -27,6 +27,7 @@ from lockstep.job import (
     TaskSpec,
     Verdict,
 )
+from lockstep.runtime import SYSTEM_CLOCK, Clock
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,12 @@ class JobStore(Protocol):
         ...
 
     def checkpoint(
-        self, lease: Lease, position: Position, staged: Sequence[StagedFile], progress: Progress, lease_s: float
+        self,
+        lease: Lease,
+        position: Position,
+        staged: Sequence[StagedFile],
+        progress: Progress,
+        lease_s: float,
     ) -> Verdict:
         """Record `position` and the files that cover it, in one transaction; extend the lease.
 
@@ -175,11 +181,12 @@ class JobStore(Protocol):
     # The commit
 
     def claim_commit(
-        self, worker: str, lease_s: float, job_ids: Collection[str] | None = None
+        self, worker: str, lease_s: float, job_ids: Collection[str] | None = None, *, force: bool = False
     ) -> CommitClaim | None:
         """Take a job in `committing` that nobody is committing, or whose committer's lease expired.
 
-        Raises its commit epoch; notes when committing began.
+        Raises its commit epoch; notes when committing began. `force` takes it from a live committer too: a
+        kill does not wait for one that sleeps.
         """
         ...
 
@@ -195,7 +202,12 @@ class JobStore(Protocol):
         ...
 
     def end(
-        self, lease: CommitLease, event: Event, *, snapshot_id: int | None = None, error: ErrorInfo | None = None
+        self,
+        lease: CommitLease,
+        event: Event,
+        *,
+        snapshot_id: int | None = None,
+        error: ErrorInfo | None = None,
     ) -> Job:
         """End a committing job with COMMITTED, FAIL or KILL, as the register says.
 
@@ -242,3 +254,16 @@ class JobStore(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def open_store(url: str, clock: Clock = SYSTEM_CLOCK) -> JobStore:
+    """Open the job store at `url`, and make it if it is not there.
+
+    Raises: Invalid if the scheme is unknown or it cannot be opened; Incompatible if a newer version wrote it.
+    """
+    scheme = url.partition(":")[0]
+    if scheme == "sqlite":
+        from lockstep.store.sql import SqlStore
+
+        return SqlStore(url, clock)
+    raise Invalid(f'unknown kind of job store "{scheme}"', hint="known: sqlite:///PATH")

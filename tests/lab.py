@@ -1,0 +1,210 @@
+"""A lake, a ClickHouse and the command, as a user has them: for tests with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import clickhouse_connect
+import pyarrow as pa
+from clickhouse_connect.driver.client import Client
+from pyiceberg.catalog import load_catalog
+from pyiceberg.table import Table
+
+from lockstep.config import load_config
+from lockstep.job import Job, State
+from lockstep.source.chdb_launch import connect
+from lockstep.store import JobStore, open_store
+from tests.readers import read_with_duckdb
+
+COMMAND = str(Path(sys.executable).with_name("lockstep"))
+CONFIG = """
+[spark]
+master = "local[2]"
+[limits]
+lease_s = 5
+task_memory = "128MB"
+"""
+
+
+def open_clickhouse(path: Path) -> Client:
+    endpoint = connect(path, create=True)
+    return clickhouse_connect.get_client(
+        host=endpoint.host, port=endpoint.port, username=endpoint.user, password=endpoint.password
+    )
+
+
+class Lab:
+    """A working folder with `lockstep.toml`; each test has its own store and lake, and shares one chDB."""
+
+    def __init__(self, folder: Path, chdb: Path) -> None:
+        self.folder = folder
+        self.chdb = chdb
+        self.clickhouse = open_clickhouse(chdb)
+        (folder / "lockstep.toml").write_text(CONFIG)
+        self.config = load_config(folder / "lockstep.toml")
+        self.database = f"lab_{folder.name.replace('-', '_')}"
+        self.clickhouse.command(f"CREATE DATABASE IF NOT EXISTS {self.database}")
+
+    # The source
+
+    def source(self, table: str = "events") -> str:
+        return f"chdb:{self.chdb}/{self.database}/{table}"
+
+    def make_events(
+        self, table: str = "events", partitions: int = 1, parts: int = 3, rows: int = 1000
+    ) -> None:
+        """A MergeTree of `partitions` months with `parts` parts of `rows` rows each; merges stay away."""
+        self.sql(
+            f"CREATE TABLE {table} (id UInt64, ts DateTime('UTC'), name String, amount Decimal(18, 4),"
+            " note Nullable(String)) ENGINE = MergeTree PARTITION BY toYYYYMM(ts) ORDER BY id"
+            " SETTINGS min_bytes_for_wide_part = 0"
+        )
+        self.sql(f"SYSTEM STOP MERGES {self.database}.{table}")
+        for partition in range(partitions):
+            for part in range(parts):
+                first = (partition * parts + part) * rows
+                self.sql(
+                    f"INSERT INTO {table} SELECT number,"
+                    f" toDateTime('2024-{partition + 1:02}-01', 'UTC') + number % 3600,"
+                    f" concat('name ', toString(number)), toDecimal64(number, 4) / 8,"
+                    f" if(number % 7 = 0, NULL, toString(cityHash64(number))) FROM numbers({first}, {rows})"
+                )
+
+    def sql(self, statement: str) -> Any:
+        return self.clickhouse.command(statement, settings={"database": self.database})
+
+    def pins(self) -> list[str]:
+        """Frozen copies of ours that are still in the source."""
+        found = self.clickhouse.query(
+            "SELECT name FROM system.tables WHERE name LIKE 'lockstep_pin_%' AND database = {db:String}",
+            parameters={"db": self.database},
+        )
+        return [row[0] for row in found.result_rows]
+
+    def source_rows(self, table: str = "events") -> list[tuple[Any, ...]]:
+        result = self.clickhouse.query(
+            f"SELECT id, name, amount, note FROM {self.database}.{table} ORDER BY id"
+        )
+        return [tuple(row) for row in result.result_rows]
+
+    # The command
+
+    def run(
+        self, *arguments: str, failpoints: str = "", timeout_s: float = 150, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [COMMAND, *arguments],
+            cwd=cwd or self.folder,
+            env=self._environment(failpoints),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def ok(self, *arguments: str, failpoints: str = "") -> str:
+        """Run a command that must succeed; answers its standard output."""
+        done = self.run(*arguments, failpoints=failpoints)
+        assert done.returncode == 0, (
+            f"lockstep {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        )
+        return done.stdout
+
+    def document(self, *arguments: str) -> Any:
+        return json.loads(self.ok(*arguments, "--json"))
+
+    @contextmanager
+    def started(self, *arguments: str, failpoints: str = "") -> Iterator[subprocess.Popen[str]]:
+        """A command in the background, ended with SIGKILL (its whole session) if it still runs at the end."""
+        process = subprocess.Popen(
+            [COMMAND, *arguments],
+            cwd=self.folder,
+            env=self._environment(failpoints),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=30)
+
+    def _environment(self, failpoints: str) -> dict[str, str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
+        if "LOCKSTEP_CACHE" in os.environ:
+            environment["LOCKSTEP_CACHE"] = os.environ["LOCKSTEP_CACHE"]
+        if failpoints:
+            environment["LOCKSTEP_FAILPOINTS"] = failpoints
+        return environment
+
+    # The store and the lake
+
+    def store(self) -> JobStore:
+        return open_store(self.config.store_url)
+
+    def jobs(self) -> list[Job]:
+        return self.store().list()
+
+    def wait_for_state(self, *states: State, timeout_s: float = 60) -> Job:
+        """The first job that reaches one of these states."""
+        found: list[Job] = []
+
+        def reached() -> bool:
+            found[:] = [job for job in self.jobs() if job.state in states]
+            return bool(found)
+
+        self.wait_until(reached, timeout_s)
+        return found[0]
+
+    def wait_until(self, reached: Callable[[], bool], timeout_s: float = 60) -> None:
+        """Poll for what another process is about to do."""
+        deadline = time.monotonic() + timeout_s
+        while not reached():
+            if time.monotonic() > deadline:
+                states = [(job.job_id, job.state.value, job.error) for job in self.jobs()]
+                raise AssertionError(f"it did not happen within {timeout_s} s; jobs: {states}")
+            time.sleep(0.05)
+
+    def table(self, name: str = "db.events") -> Table:
+        return load_catalog("lake", **self.config.catalogs["lake"]).load_table(name)
+
+    def has_table(self, name: str = "db.events") -> bool:
+        return load_catalog("lake", **self.config.catalogs["lake"]).table_exists(name)
+
+    def target_rows(self, name: str = "db.events") -> list[tuple[Any, ...]]:
+        """What DuckDB reads of the published table, in the columns and order of `source_rows`."""
+        rows: pa.Table = read_with_duckdb(self.table(name).metadata_location)
+        picked = rows.select(["id", "name", "amount", "note"]).sort_by("id").to_pylist()
+        return [(row["id"], row["name"], row["amount"], row["note"]) for row in picked]
+
+    def lineage(self, name: str = "db.events") -> list[int]:
+        """The snapshots of the main branch, oldest first; fails if the history is not one line."""
+        metadata = self.table(name).metadata
+        line: list[int] = []
+        snapshot = metadata.current_snapshot()
+        while snapshot is not None:
+            line.append(snapshot.snapshot_id)
+            parent = snapshot.parent_snapshot_id
+            snapshot = metadata.snapshot_by_id(parent) if parent is not None else None
+        published = [s for s in metadata.snapshots if (s.summary or {}).get("lockstep.fenced") != "true"]
+        assert len(line) == len(published), "a published snapshot is not on the main branch"
+        return line[::-1]
+
+    def assert_exact(self, jobs: int = 1, table: str = "events", target: str = "db.events") -> None:
+        """The target holds the source's rows once each, in one snapshot per completed job."""
+        assert self.target_rows(target) == self.source_rows(table)
+        assert len(self.lineage(target)) == jobs
+        completed = [job for job in self.jobs() if job.state is State.COMPLETED]
+        assert sorted(self.lineage(target)) == sorted(job.snapshot_id or 0 for job in completed)
