@@ -10,7 +10,7 @@ check: setup ## formatting, lint, types, layers
 	@.venv/bin/ruff format --check --quiet
 	@.venv/bin/ruff check --quiet
 	@.venv/bin/mypy --no-error-summary
-	@.venv/bin/lint-imports --no-logo
+	@.venv/bin/lint-imports --no-logo --no-cache
 
 test: check ## everything: checks and all tests
 	@.venv/bin/pytest
