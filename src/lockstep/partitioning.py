@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 Values = tuple[Any, ...]
 """One partition: the JSON-able value of each field of the spec."""
 
-MOST_SEGMENT_CHARS: Final = 200
+MOST_NAME_CHARS: Final = 120
+"""Of a partition field's name, and of its value: both fit the 255 bytes of a file name."""
 # The special floats by their IEEE name; -0.0 and 0.0 are two partitions, but equal in Python.
 _SPECIAL_FLOATS: Final = {"NaN", "Infinity", "-Infinity", "-0.0"}
 
@@ -536,11 +537,14 @@ def partition_path(values: Sequence[Any], spec: Json, schema: Json) -> str:
 
 
 def _segment(field: Field, value: Any) -> str:
-    whole = f"{_escaped(field.name)}={_escaped(human(value, field.transform))}"
-    if len(whole) <= MOST_SEGMENT_CHARS:
-        return whole
-    digest = hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
-    kept = re.sub(r"%[0-9A-F]?$", "", whole[: MOST_SEGMENT_CHARS - len(digest) - 1])
+    return f"{_shortened(_escaped(field.name))}={_shortened(_escaped(human(value, field.transform)))}"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MOST_NAME_CHARS:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    kept = re.sub(r"%[0-9A-F]?$", "", text[: MOST_NAME_CHARS - len(digest) - 1])
     return f"{kept}-{digest}"
 
 

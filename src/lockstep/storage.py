@@ -359,7 +359,10 @@ def make_folders(folder: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for each in reversed(missing):
-        each.mkdir(exist_ok=True)
+        try:
+            each.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(each)) from error
         _sync_folder(each.parent)
 
 
