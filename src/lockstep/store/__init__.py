@@ -79,10 +79,6 @@ class JobStore(Protocol):
         """
         ...
 
-    def list(self, states: Collection[State] | None = None, limit: int | None = None) -> list[Job]:
-        """Newest first."""
-        ...
-
     def holders(self, scope: str) -> list[Job]:
         """The jobs that hold rows of this scope now, oldest first."""
         ...
@@ -198,7 +194,7 @@ class JobStore(Protocol):
         ...
 
     def yield_commit(self, lease: CommitLease, retry_in_s: float) -> None:
-        """Give the commit back, to be claimed again by anybody after `retry_in_s`. A lost lease is no error."""
+        """Give the commit back: anybody may claim it after `retry_in_s`. A lost lease is no error."""
         ...
 
     def end(
@@ -220,8 +216,10 @@ class JobStore(Protocol):
     # Control
 
     def stop(self, job_id: str, event: Event, error: ErrorInfo | None = None) -> Job:
-        """KILL or FAIL a job that is not committing: at once. A KILL of a committing job is noted as a request,
-        which its committer answers. An ended job is returned as it is. Leases of its tasks are void.
+        """KILL or FAIL a job that is not committing: at once. Leases of its tasks are void.
+
+        A KILL of a committing job is noted as a request, which its committer answers. A FAIL leaves it to
+        its committer. An ended job is returned as it is.
         """
         ...
 
@@ -236,7 +234,8 @@ class JobStore(Protocol):
     def retry(self, job_id: str) -> Job:
         """A failed job waits again, with the next generation; finished tasks stay finished, checkpoints stay.
 
-        Attempts, task deadlines and the commit's budget begin anew.
+        Attempts, task deadlines and the commit's budget begin anew. Asked again while the retried job is
+        live, it answers with the job.
         Raises: Invalid if it has not failed; Conflict if another job holds the same rows by now.
         """
         ...
@@ -254,6 +253,11 @@ class JobStore(Protocol):
         ...
 
     def close(self) -> None: ...
+
+    # Last in the class: after it, `list` is no longer the type for a type checker.
+    def list(self, states: Collection[State] | None = None, limit: int | None = None) -> list[Job]:
+        """Newest first."""
+        ...
 
 
 def open_store(url: str, clock: Clock = SYSTEM_CLOCK) -> JobStore:

@@ -1,0 +1,332 @@
+"""The job store on SQL: SQLite in WAL mode. Each verb is one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, select, true, update
+
+from lockstep.errors import Conflict, ErrorInfo, Invalid, NoSuchJob
+from lockstep.job import (
+    Event,
+    HistoryEntry,
+    Holding,
+    Job,
+    NewJob,
+    Piece,
+    State,
+    Task,
+    TaskState,
+    commit_id,
+)
+from lockstep.runtime import SYSTEM_CLOCK, Clock, rfc3339
+from lockstep.store.sql_claim import ClaimVerb
+from lockstep.store.sql_commit import CommitVerbs
+from lockstep.store.sql_database import Database, insert_if_absent
+from lockstep.store.sql_records import Frozen, JobRow, as_holding, as_task, error_text, frozen_columns
+from lockstep.store.sql_schema import OF_A_JOB, history, jobs, plans, scopes, tasks
+from lockstep.store.sql_tasks import TaskVerbs
+
+_FIRST_GENERATION: Final = 1
+_SHOWN: Final = 10
+
+
+class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
+    """A `JobStore` in the database at `url`, for example `sqlite:///.lockstep/jobs.db`.
+
+    Raises: Invalid if it cannot be opened, Incompatible if a newer version wrote it.
+    """
+
+    def __init__(self, url: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        super().__init__(Database(url, clock))
+
+    def close(self) -> None:
+        self._db.close()
+
+    # Making jobs
+
+    def create(self, jobs: Sequence[NewJob]) -> list[Job]:
+        with self._db.write() as conn:
+            known = [self._known(conn, new) for new in jobs]
+            if jobs and all(known):
+                return [self._job(conn, new.job_id) for new in jobs]
+            if any(known):
+                raise Invalid("some of these jobs exist already, others do not: nothing was created")
+            for scope in sorted({new.holding.scope for new in jobs}):
+                self._lock_scope(conn, scope)
+            for new in jobs:
+                self._create(conn, new)
+            return [self._job(conn, new.job_id) for new in jobs]
+
+    def _known(self, conn: Connection, new: NewJob) -> bool:
+        try:
+            found = self._row(conn, new.job_id)
+        except NoSuchJob:
+            return False
+        if found.request_id != new.request_id:
+            raise Invalid(f"job id {new.job_id} is taken by another request: nothing was created")
+        return True
+
+    def _create(self, conn: Connection, new: NewJob) -> None:
+        plan = new.plan
+        name = plan.source + (f" partition {plan.partition}" if plan.partition is not None else "")
+        self._refuse_overlap(
+            conn, f"cannot export {name} to {plan.target}", new.job_id, new.holding, new.beside
+        )
+        now = self._db.now(conn)
+        conn.execute(insert(jobs), _first_row(new, now))
+        frozen = frozen_columns(Frozen(plan, new.holding, new.beside))
+        conn.execute(insert(plans), {"job_id": new.job_id, **frozen})
+        job = self._row(conn, new.job_id)
+        self._add_tasks(conn, new.job_id, job.stage, new.tasks)
+        self._note(conn, job, "create", now, f"{len(new.tasks)} tasks")
+        self._commit_if_done(conn, job, None)
+
+    def _lock_scope(self, conn: Connection, scope: str) -> None:
+        """Whoever makes or revives a job in `scope` waits here for whoever does the same."""
+        insert_if_absent(conn, scopes, {"scope": scope})
+        conn.execute(select(scopes).where(scopes.c.scope == scope).with_for_update())
+
+    def _refuse_overlap(
+        self, conn: Connection, refused: str, job_id: str, holding: Holding, beside: Collection[str]
+    ) -> None:
+        """Raises: Conflict if a job outside `beside` holds a part of `holding`."""
+        for other in conn.execute(_holders(holding.scope)).all():
+            if other.job_id == job_id or other.job_id in beside:
+                continue
+            theirs = _holding_of(other)
+            piece = None if theirs is None else holding.overlap(theirs)
+            # What cannot be read may hold these rows: only exactly-once is more important than going on.
+            if piece is not None or theirs is None:
+                raise _conflict(refused, piece, holding, other)
+
+    # Reading
+
+    def read(self, job_id: str) -> Job:
+        with self._db.read() as conn:
+            return self._job(conn, job_id)
+
+    def find(self, prefix: str) -> Job:
+        with self._db.read() as conn:
+            begins = func.substr(jobs.c.job_id, 1, len(prefix)) == prefix
+            query = select(jobs.c.job_id).where(begins).order_by(jobs.c.job_id).limit(_SHOWN + 1)
+            found = list(conn.execute(query).scalars()) if prefix else []
+            if not found:
+                raise NoSuchJob(
+                    f'no job has an id that begins with "{prefix}"', hint="`lockstep jobs` lists them"
+                )
+            if len(found) > 1 and prefix not in found:
+                listed = ", ".join(found[:_SHOWN]) + (", …" if len(found) > _SHOWN else "")
+                raise Invalid(
+                    f'several jobs have an id that begins with "{prefix}": {listed}', hint="add more letters"
+                )
+            return self._job(conn, prefix if prefix in found else found[0])
+
+    def holders(self, scope: str) -> list[Job]:
+        with self._db.read() as conn:
+            ids = [row.job_id for row in conn.execute(_holders(scope))]
+            return self._jobs(conn, [self._row(conn, job_id) for job_id in ids])
+
+    def tasks(self, job_id: str, stage: str | None = None) -> list[Task]:
+        of_stage = tasks.c.stage == stage if stage is not None else true()
+        query = select(tasks).where(tasks.c.job_id == job_id, of_stage).order_by(tasks.c.idx)
+        with self._db.read() as conn:
+            self._row(conn, job_id)
+            stages = self._frozen_of(conn, job_id).plan.stages
+            found = [as_task(row) for row in conn.execute(query)]
+        return sorted(
+            found, key=lambda task: stages.index(task.stage) if task.stage in stages else len(stages)
+        )
+
+    def history(self, job_id: str) -> list[HistoryEntry]:
+        query = select(history).where(history.c.job_id == job_id).order_by(history.c.id)
+        with self._db.read() as conn:
+            self._row(conn, job_id)
+            return [
+                HistoryEntry(row.at, row.event, State(row.state), row.generation, row.detail, row.worker)
+                for row in conn.execute(query)
+            ]
+
+    # Control
+
+    def stop(self, job_id: str, event: Event, error: ErrorInfo | None = None) -> Job:
+        """As the protocol says. A job whose plan cannot be read is stopped too, before that is raised."""
+        if event not in (Event.KILL, Event.FAIL):
+            raise Invalid(f"a job is stopped with kill or fail; not with {event}")
+        with self._db.write() as conn:
+            job = self._lock(conn, job_id)
+            if job.state == State.COMMITTING:
+                if event is Event.KILL and not job.kill_requested:
+                    job = self._swap(conn, job, {"kill_requested": True})
+                    self._note(conn, job, "kill_requested", self._db.now(conn))
+            elif State(job.state).live:
+                detail = "" if error is None else f"{error.cls}: {error.message}"
+                self._move(conn, job, event, detail=detail, error=error_text(error))
+        return self.read(job_id)
+
+    def pause(self, job_id: str) -> Job:
+        with self._db.write() as conn:
+            job = self._lock(conn, job_id)
+            if job.state == State.COMMITTING:
+                raise Invalid(
+                    f"job {job_id} is committing and cannot be paused",
+                    hint=f"`lockstep kill {job_id}` can stop it",
+                )
+            if not State(job.state).live:
+                raise Invalid(f"job {job_id} is {job.state}: there is nothing to pause")
+            if job.state != State.PAUSED:
+                self._move(conn, job, Event.PAUSE)
+            return self._job(conn, job_id)
+
+    def resume(self, job_id: str) -> Job:
+        with self._db.write() as conn:
+            job = self._lock(conn, job_id)
+            if not State(job.state).live:
+                hint = f"`lockstep retry {job_id}` begins again" if job.state == State.FAILED else None
+                raise Invalid(f"job {job_id} is {job.state}: there is nothing to resume", hint=hint)
+            if job.state == State.PAUSED:
+                self._commit_if_done(conn, self._move(conn, job, Event.RESUME))
+            return self._job(conn, job_id)
+
+    def retry(self, job_id: str) -> Job:
+        """As the protocol says. Asked again while the retried job is live, it answers with the job."""
+        with self._db.write() as conn:
+            job = self._lock(conn, job_id)
+            if State(job.state).live and job.generation > _FIRST_GENERATION:
+                return self._job(conn, job_id)
+            if job.state != State.FAILED:
+                raise Invalid(f"job {job_id} is {job.state}: only a failed job can be retried")
+            frozen = self._frozen_of(conn, job_id)
+            self._lock_scope(conn, job.scope)
+            self._refuse_overlap(conn, f"cannot retry job {job_id}", job_id, frozen.holding, frozen.beside)
+            conn.execute(_REVIVE, {"b_job_id": job_id})
+            job = self._move(conn, job, Event.RETRY, **_next_generation(job))
+            self._commit_if_done(conn, job)
+            return self._job(conn, job_id)
+
+    def released(self, job_id: str) -> None:
+        with self._db.write() as conn:
+            job = self._lock(conn, job_id)
+            if not job.released:
+                self._swap(conn, job, {"released": True})
+
+    def unreleased(self) -> list[Job]:
+        ended = jobs.c.state.in_([State.COMPLETED.value, State.KILLED.value])
+        query = select(jobs).where(ended, ~jobs.c.released).order_by(jobs.c.created_at, jobs.c.job_id)
+        with self._db.read() as conn:
+            return self._jobs(conn, conn.execute(query).all())
+
+    def expire(self, ttl_s: float) -> list[str]:
+        """One transaction for each job. What is left of jobs that were deleted by hand goes too."""
+        ended = jobs.c.state.in_([State.COMPLETED.value, State.KILLED.value])
+        with self._db.read() as conn:
+            old = jobs.c.finished_at < self._db.now(conn) - ttl_s
+            found = list(conn.execute(select(jobs.c.job_id).where(ended, jobs.c.released, old)).scalars())
+        for job_id in found:
+            with self._db.write() as conn:
+                for table in OF_A_JOB:
+                    conn.execute(delete(table).where(table.c.job_id == job_id))
+        with self._db.write() as conn:
+            for table in OF_A_JOB[:-1]:
+                conn.execute(delete(table).where(table.c.job_id.not_in(select(jobs.c.job_id))))
+        return found
+
+    # Last in the class: after it, `list` is no longer the type for a type checker.
+    def list(self, states: Collection[State] | None = None, limit: int | None = None) -> list[Job]:
+        wanted = jobs.c.state.in_([state.value for state in states]) if states is not None else true()
+        query = (
+            select(jobs).where(wanted).order_by(jobs.c.created_at.desc(), jobs.c.job_id.desc()).limit(limit)
+        )
+        with self._db.read() as conn:
+            return self._jobs(conn, conn.execute(query).all())
+
+
+_REVIVE: Final = (
+    update(tasks)
+    .where(tasks.c.job_id == bindparam("b_job_id"), tasks.c.state != TaskState.DONE.value)
+    .values(state=TaskState.WAITING.value, free_at=0.0, attempts=0, started_at=None, owner=None, error=None)
+)
+
+
+def _first_row(new: NewJob, now: float) -> dict[str, Any]:
+    stages = new.plan.stages
+    zero = ("tasks_done", "rows_done", "bytes_done", "files", "attempts", "commit_epoch", "commit_attempts")
+    return {
+        **dict.fromkeys(zero, 0),
+        "job_id": new.job_id,
+        "request_id": new.request_id,
+        "kind": new.plan.kind.value,
+        "state": State.PENDING.value,
+        "generation": _FIRST_GENERATION,
+        "commit_id": commit_id(new.job_id, _FIRST_GENERATION),
+        "plan_format": new.plan.format_version,
+        "scope": new.holding.scope,
+        "holds": True,
+        "stage": stages[0] if new.tasks else stages[-1],
+        "last_stage": stages[-1],
+        "tasks_total": len(new.tasks),
+        "created_at": now,
+        "updated_at": now,
+        "kill_requested": False,
+        "released": False,
+        "commit_free_at": 0.0,
+    }
+
+
+def _next_generation(job: JobRow) -> dict[str, Any]:
+    generation = job.generation + 1
+    return {
+        "generation": generation,
+        "commit_id": commit_id(job.job_id, generation),
+        "holds": True,
+        "attempts": 0,
+        "started_at": None,
+        "finished_at": None,
+        "snapshot_id": None,
+        "error": None,
+        "kill_requested": False,
+        "commit_owner": None,
+        "commit_free_at": 0.0,
+        "commit_started_at": None,
+        "commit_attempts": 0,
+    }
+
+
+def _holders(scope: str) -> Select[Any]:
+    return (
+        select(
+            jobs.c.job_id, jobs.c.state, jobs.c.created_at, jobs.c.finished_at, jobs.c.scope, plans.c.holding
+        )
+        .outerjoin(plans, plans.c.job_id == jobs.c.job_id)
+        .where(jobs.c.scope == scope, jobs.c.holds)
+        .order_by(jobs.c.created_at, jobs.c.job_id)
+    )
+
+
+def _holding_of(other: Row[Any]) -> Holding | None:
+    """What another job holds; None if that cannot be read."""
+    try:
+        return as_holding(other.holding)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _conflict(refused: str, piece: Piece | None, holding: Holding, other: Row[Any]) -> Conflict:
+    what = f"part {piece.name}" if piece is not None and not holding.whole else "it"
+    show = f"`lockstep show {other.job_id}`"
+    if other.state == State.COMPLETED:
+        return Conflict(
+            f"{refused}: {what} was exported by job {other.job_id}, "
+            f"{other.state} since {rfc3339(other.finished_at)}",
+            job_id=other.job_id,
+            hint="--on-existing skip leaves it out, append adds the rows again, replace puts the new rows in "
+            f"place of the old; {show} shows that job",
+        )
+    return Conflict(
+        f"{refused}: {what} is held by job {other.job_id}, {other.state}, "
+        f"created {rfc3339(other.created_at)}",
+        job_id=other.job_id,
+        hint="--on-existing skip leaves it out, replace stops that job and takes its place; "
+        f"{show} shows that job",
+    )

@@ -1,0 +1,164 @@
+"""The verb of the SQL store that hands out tasks, fairly between jobs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, bindparam, exists, func, select, true
+
+from lockstep.errors import Corrupt, ErrorInfo, LockstepError
+from lockstep.job import PLAN_FORMAT, Event, Job, Lease, Task, TaskState
+from lockstep.store import Claim
+from lockstep.store.sql_records import (
+    IS_LEASED,
+    IS_RUNNABLE,
+    Records,
+    as_task,
+    error_text,
+    lost_progress,
+    saved,
+)
+from lockstep.store.sql_schema import jobs, tasks
+
+_of_job: Final = (tasks.c.job_id == jobs.c.job_id) & (tasks.c.stage == jobs.c.stage)
+_can_be_claimed: Final = exists().where(_of_job, tasks.c.free_at <= bindparam("now"))
+_is_leased: Final = exists().where(
+    IS_LEASED, tasks.c.job_id == jobs.c.job_id, tasks.c.free_at > bindparam("now")
+)
+_is_open: Final = exists().where(_of_job, tasks.c.free_at >= 0)
+_candidate: Final = select(jobs).where(IS_RUNNABLE, jobs.c.plan_format <= PLAN_FORMAT)
+_LEASES: Final = (
+    select(tasks.c.job_id, func.count())
+    .where(IS_LEASED, tasks.c.free_at > bindparam("now"))
+    .group_by(tasks.c.job_id)
+)
+_IDLE_JOBS: Final = (
+    _candidate.where(~_is_leased, _can_be_claimed)
+    .order_by(jobs.c.created_at, jobs.c.job_id)
+    .limit(bindparam("slots"))
+)
+_BUSY_JOBS: Final = _candidate.where(jobs.c.job_id.in_(bindparam("busy", expanding=True)), _can_be_claimed)
+_GHOSTS: Final = select(jobs).where(IS_RUNNABLE, jobs.c.tasks_done < jobs.c.tasks_total, ~_is_open)
+_FREE_TASKS: Final = (
+    select(tasks)
+    .where(
+        tasks.c.job_id == bindparam("job_id"),
+        tasks.c.stage == bindparam("stage"),
+        tasks.c.free_at <= bindparam("now"),
+    )
+    .order_by(tasks.c.free_at, tasks.c.idx)
+    .limit(bindparam("slots"))
+)
+
+
+class ClaimVerb(Records):
+    def claim(
+        self, worker: str, slots: int, lease_s: float, job_ids: Collection[str] | None = None
+    ) -> list[Claim]:
+        """One transaction. The job with the fewest leases comes first, then the oldest."""
+        if slots <= 0:
+            return []
+        wanted = None if job_ids is None else sorted(set(job_ids))
+        with self._db.write() as conn:
+            now = self._db.now(conn)
+            picked = self._pick(conn, now, slots, wanted)
+            if len(picked) < slots:
+                self._fail_ghosts(conn, wanted)
+            leased = [self._lease(conn, task, worker, now + lease_s) for task in picked]
+            found = self._started(conn, picked, worker)
+        return [
+            Claim(lease, found[lease.job_id], _as_leased(task, lease, now + lease_s))
+            for lease, task in zip(leased, picked, strict=True)
+        ]
+
+    def _pick(self, conn: Connection, now: float, slots: int, wanted: Sequence[str] | None) -> list[Row[Any]]:
+        leases: dict[str, int] = dict(conn.execute(_LEASES, {"now": now}).tuples().all())
+        turns = [
+            (leases.get(job.job_id, 0), job.created_at, job.job_id, job.stage)
+            for job in self._candidates(conn, now, slots, sorted(leases), wanted)
+        ]
+        heapq.heapify(turns)
+        free: dict[str, Iterator[Row[Any]]] = {}
+        picked: list[Row[Any]] = []
+        while turns and len(picked) < slots:
+            count, created_at, job_id, stage = heapq.heappop(turns)
+            if job_id not in free:
+                about = {"job_id": job_id, "stage": stage, "now": now, "slots": slots - len(picked)}
+                free[job_id] = iter(conn.execute(_FREE_TASKS, about).all())
+            if (task := next(free[job_id], None)) is not None:
+                picked.append(task)
+                heapq.heappush(turns, (count + 1, created_at, job_id, stage))
+        return picked
+
+    def _candidates(
+        self, conn: Connection, now: float, slots: int, busy: Sequence[str], wanted: Sequence[str] | None
+    ) -> list[Row[Any]]:
+        """Jobs with a free task: those without any lease first, up to `slots` of them, then the others.
+
+        A job whose plan cannot be read is passed over, and the next one takes its place.
+        """
+        while True:
+            mine = jobs.c.job_id.in_(wanted) if wanted is not None else true()
+            readable = jobs.c.job_id.not_in(sorted(self._unreadable)) if self._unreadable else true()
+            rows = list(conn.execute(_IDLE_JOBS.where(mine, readable), {"now": now, "slots": slots}))
+            if len(rows) < slots and busy:
+                rows += conn.execute(_BUSY_JOBS.where(mine, readable), {"now": now, "busy": busy})
+            known = self._frozen_or_error(conn, [row.job_id for row in rows])
+            broken = {job_id: error for job_id, error in known.items() if isinstance(error, LockstepError)}
+            if not broken:
+                return rows
+            for job_id, error in broken.items():
+                self._warn(job_id, error)
+
+    def _lease(self, conn: Connection, task: Row[Any], worker: str, until: float) -> Lease:
+        self._set_task(
+            conn,
+            task,
+            state=TaskState.LEASED.value,
+            epoch=task.epoch + 1,
+            owner=worker,
+            free_at=until,
+            **saved(task),
+        )
+        return Lease(task.job_id, task.stage, task.idx, task.epoch + 1, worker)
+
+    def _started(self, conn: Connection, picked: Sequence[Row[Any]], worker: str) -> dict[str, Job]:
+        """The jobs of the tasks that were just leased, all running now."""
+        rows = []
+        for job_id in dict.fromkeys(task.job_id for task in picked):
+            job = self._lock(conn, job_id)
+            lost = [task for task in picked if task.job_id == job_id and task.state == TaskState.LEASED]
+            if lost:
+                job = self._add(conn, job, **lost_progress(lost))
+            rows.append(self._run(conn, job, worker))
+        return {job.job_id: job for job in self._jobs(conn, rows)}
+
+    def _fail_ghosts(self, conn: Connection, wanted: Sequence[str] | None) -> None:
+        """A job whose open tasks are no longer in the store can never end by itself: fail it, and say why."""
+        mine = jobs.c.job_id.in_(wanted) if wanted is not None else true()
+        for row in conn.execute(_GHOSTS.where(mine)).all():
+            job = self._lock(conn, row.job_id)
+            error = ErrorInfo(
+                Corrupt.__name__,
+                f"{job.tasks_done} of {job.tasks_total} tasks of stage {job.stage} are done, "
+                "and the records of the others are missing from the store",
+                "nothing was published; export it again",
+            )
+            self._move(conn, job, Event.FAIL, detail=error.message, error=error_text(error))
+
+
+def _as_leased(row: Row[Any], lease: Lease, until: float) -> Task:
+    """The task of `row` as it is after it was leased."""
+    return replace(
+        as_task(row),
+        state=TaskState.LEASED,
+        epoch=lease.epoch,
+        owner=lease.worker,
+        lease_until=until,
+        next_attempt_at=None,
+        rows_done=row.saved_rows,
+        bytes_done=row.saved_bytes,
+    )

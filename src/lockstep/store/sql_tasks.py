@@ -1,0 +1,426 @@
+"""The verbs of the SQL store that run tasks, from begin to finish, and the manifest that they write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, tuple_, update
+
+from lockstep.errors import Corrupt, ErrorInfo, Fenced, NoSuchJob
+from lockstep.job import (
+    Event,
+    Fingerprint,
+    Job,
+    Lease,
+    Position,
+    Progress,
+    StagedFile,
+    State,
+    TaskSpec,
+    TaskState,
+    Verdict,
+)
+from lockstep.store import Begun
+from lockstep.store.sql_records import (
+    IS_LEASED,
+    JobRow,
+    Records,
+    as_fingerprint,
+    dumps,
+    error_text,
+    lost_progress,
+    saved,
+)
+from lockstep.store.sql_schema import chunks, jobs, tasks
+
+FILES_PER_CHUNK: Final = 500
+_CHUNKS_PER_QUERY: Final = 200
+
+_FILES_OF_STAGE: Final = select(func.coalesce(func.sum(tasks.c.files), 0)).where(
+    tasks.c.job_id == bindparam("job_id"), tasks.c.stage == bindparam("stage")
+)
+_CHUNKS_AFTER: Final = (
+    select(chunks.c.idx, chunks.c.seq, chunks.c.files)
+    .where(
+        chunks.c.job_id == bindparam("job_id"),
+        chunks.c.stage == bindparam("stage"),
+        tuple_(chunks.c.idx, chunks.c.seq) > tuple_(bindparam("idx"), bindparam("seq")),
+    )
+    .order_by(chunks.c.idx, chunks.c.seq)
+    .limit(_CHUNKS_PER_QUERY)
+)
+
+_ABANDON_COMMITS: Final = (
+    update(jobs)
+    .where(
+        jobs.c.state == State.COMMITTING.value,
+        jobs.c.commit_owner == bindparam("b_worker"),
+        jobs.c.commit_free_at > bindparam("b_now"),
+    )
+    .values(commit_free_at=bindparam("b_now"))
+)
+_ABANDON_TASKS: Final = (
+    update(tasks)
+    .where(IS_LEASED, tasks.c.owner == bindparam("b_worker"), tasks.c.free_at > bindparam("b_now"))
+    .values(free_at=bindparam("b_now"))
+)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Staged files ready to be stored: packed outside the transaction, to keep that one short."""
+
+    position: str
+    digest: str
+    packed: Sequence[bytes]
+    files: int
+    fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, position: Position, staged: Sequence[StagedFile]) -> _Batch:
+        where = dumps(position)
+        digest = hashlib.sha256(where.encode())
+        packed = []
+        total = Fingerprint()
+        for start in range(0, len(staged), FILES_PER_CHUNK):
+            text = dumps([file.to_json() for file in staged[start : start + FILES_PER_CHUNK]]).encode()
+            digest.update(text)
+            packed.append(zlib.compress(text))
+        for file in staged:
+            total += file.fingerprint
+        return cls(where, digest.hexdigest(), packed, len(staged), total)
+
+
+class TaskVerbs(Records):
+    def begin(self, lease: Lease, lease_s: float) -> Begun:
+        with self._db.write() as conn:
+            now = self._db.now(conn)
+            job = self._job_of(conn, lease)
+            _refuse_ended(job)
+            if job.state not in (State.PENDING, State.RUNNING):
+                raise Fenced(f"job {job.job_id} is {job.state}: no attempt may begin")
+            task = self._task_row(conn, lease.job_id, lease.stage, lease.index)
+            if (
+                task is None
+                or task.state != TaskState.LEASED
+                or task.owner != lease.worker
+                or task.epoch < lease.epoch
+            ):
+                raise _fenced(lease, task)
+            self._set_task(
+                conn,
+                task,
+                epoch=task.epoch + 1,
+                attempts=task.attempts + 1,
+                free_at=now + lease_s,
+                started_at=now if task.started_at is None else task.started_at,
+                **saved(task),
+            )
+            job = self._run(conn, job, lease.worker)
+            self._add(conn, job, attempts=1, **lost_progress([task]))
+        position = None if task.position is None else json.loads(task.position)
+        return Begun(replace(lease, epoch=task.epoch + 1), position, task.saved_rows, task.saved_bytes)
+
+    def checkpoint(
+        self,
+        lease: Lease,
+        position: Position,
+        staged: Sequence[StagedFile],
+        progress: Progress,
+        lease_s: float,
+    ) -> Verdict:
+        batch = _Batch.of(position, staged)
+        with self._db.write() as conn:
+            now = self._db.now(conn)
+            job = self._job_of(conn, lease)
+            _refuse_ended(job)
+            task = self._held(conn, lease)
+            if job.state != State.PAUSED:
+                job = self._run(conn, job, lease.worker)
+            changes, counters = self._store(conn, job, task, batch, progress)
+            self._set_task(conn, task, free_at=now + lease_s, **changes)
+            self._swap(conn, job, counters)
+        return _verdict(job)
+
+    def finish(
+        self, lease: Lease, position: Position, staged: Sequence[StagedFile], progress: Progress
+    ) -> None:
+        batch = _Batch.of(position, staged)
+        with self._db.write() as conn:
+            job = self._job_of(conn, lease)
+            if self._finished_so(conn, lease, batch):
+                return
+            _refuse_ended(job)
+            task = self._held(conn, lease)
+            changes, counters = self._store(conn, job, task, batch, progress)
+            ended = {"state": TaskState.DONE.value, "free_at": None, "owner": None, "error": None}
+            self._set_task(conn, task, **{**changes, **ended})
+            job = self._swap(conn, job, {**counters, "tasks_done": job.tasks_done + 1})
+            job = self._commit_if_done(conn, job, lease.worker)
+            if job.state != State.PAUSED:
+                self._run(conn, job, lease.worker)
+
+    def fail(self, lease: Lease, error: ErrorInfo, retry_in_s: float | None) -> None:
+        with self._db.write() as conn:
+            now = self._db.now(conn)
+            job = self._job_of(conn, lease)
+            if _failed_so(self._task_row(conn, lease.job_id, lease.stage, lease.index), lease, error):
+                return
+            _refuse_ended(job)
+            task = self._held(conn, lease)
+            job = self._add(conn, job, **lost_progress([task]))
+            state = TaskState.FAILED if retry_in_s is None else TaskState.WAITING
+            self._set_task(
+                conn,
+                task,
+                state=state.value,
+                free_at=None if retry_in_s is None else now + retry_in_s,
+                owner=None,
+                error=error_text(error),
+                **saved(task),
+            )
+            attempt = f"task {lease.index} of {lease.stage}, attempt {task.attempts}"
+            what = f"{attempt}: {error.cls}: {error.message}"
+            if retry_in_s is None:
+                whole = error_text(replace(error, task=lease.index))
+                self._move(conn, job, Event.FAIL, detail=what, worker=lease.worker, error=whole)
+            else:
+                self._note(
+                    conn, job, "task_failed", now, f"{what}; again in {retry_in_s:.1f} s", lease.worker
+                )
+
+    def release(self, lease: Lease) -> None:
+        with self._db.write() as conn:
+            try:
+                job = self._lock(conn, lease.job_id)
+                task = self._held(conn, lease)
+            except (Fenced, NoSuchJob):
+                return
+            self._set_task(conn, task, state=TaskState.WAITING.value, free_at=0.0, owner=None, **saved(task))
+            self._add(conn, job, **lost_progress([task]))
+
+    def heartbeat(self, held: Mapping[Lease, Progress], lease_s: float) -> dict[Lease, Verdict]:
+        verdicts = dict.fromkeys(held, Verdict.STOP)
+        with self._db.write() as conn:
+            for job_id in sorted({lease.job_id for lease in held}):
+                mine = {lease: progress for lease, progress in held.items() if lease.job_id == job_id}
+                verdicts.update(self._heartbeat(conn, job_id, mine, lease_s))
+        return verdicts
+
+    def _heartbeat(
+        self, conn: Connection, job_id: str, held: Mapping[Lease, Progress], lease_s: float
+    ) -> dict[Lease, Verdict]:
+        """Extend those of one job that are still held; the others are left out of the answer."""
+        verdicts: dict[Lease, Verdict] = {}
+        try:
+            job = self._lock(conn, job_id)
+        except NoSuchJob:
+            return verdicts
+        until = self._db.now(conn) + lease_s
+        rows, size_bytes = job.rows_done, job.bytes_done
+        for lease, progress in held.items():
+            try:
+                task = self._held(conn, lease)
+            except Fenced:
+                continue
+            rows_done = max(task.saved_rows, progress.rows)
+            bytes_done = max(task.saved_bytes, progress.size_bytes)
+            self._set_task(conn, task, free_at=until, rows_done=rows_done, bytes_done=bytes_done)
+            rows += rows_done - task.rows_done
+            size_bytes += bytes_done - task.bytes_done
+            verdicts[lease] = _verdict(job)
+        if verdicts:
+            self._swap(conn, job, {"rows_done": rows, "bytes_done": size_bytes})
+        return verdicts
+
+    def abandon(self, worker: str) -> None:
+        with self._db.write() as conn:
+            about = {"b_worker": worker, "b_now": self._db.now(conn)}
+            conn.execute(_ABANDON_COMMITS, about)
+            conn.execute(_ABANDON_TASKS, about)
+
+    def advance(self, job_id: str, stage: str, next_stage: str, tasks: Sequence[TaskSpec]) -> Job:
+        with self._db.write() as conn:
+            job = self._lock(conn, job_id)
+            if job.stage == next_stage:
+                return self._job(conn, job_id)
+            if job.stage != stage or job.state not in (State.PENDING, State.RUNNING):
+                where = f"{job.state} in stage {job.stage}"
+                raise Fenced(f"job {job_id} is {where}: it cannot go on to {next_stage}")
+            if job.tasks_done != job.tasks_total:
+                raise Fenced(
+                    f"job {job_id} has {job.tasks_total - job.tasks_done} open tasks in stage {stage}: "
+                    f"it cannot go on to {next_stage}"
+                )
+            job = self._run(conn, job, None)
+            self._add_tasks(conn, job_id, next_stage, tasks)
+            fresh = {"tasks_done": 0, "rows_done": 0, "bytes_done": 0, "files": 0, "fingerprint": None}
+            job = self._swap(conn, job, {**fresh, "stage": next_stage, "tasks_total": len(tasks)})
+            self._note(
+                conn, job, "advance", self._db.now(conn), f"{stage} → {next_stage}, {len(tasks)} tasks"
+            )
+            self._commit_if_done(conn, job, None)
+            return self._job(conn, job_id)
+
+    # Shared steps
+
+    def _job_of(self, conn: Connection, lease: Lease) -> JobRow:
+        """The locked job of a lease. Raises: Fenced if it is gone."""
+        try:
+            return self._lock(conn, lease.job_id)
+        except NoSuchJob as error:
+            raise Fenced(f"job {lease.job_id} is no longer in the store") from error
+
+    def _held(self, conn: Connection, lease: Lease) -> Row[Any]:
+        """The task of a lease that is still the newest. Raises: Fenced if it is not."""
+        task = self._task_row(conn, lease.job_id, lease.stage, lease.index)
+        if task is None or task.state != TaskState.LEASED or task.epoch != lease.epoch:
+            raise _fenced(lease, task)
+        return task
+
+    def _store(
+        self, conn: Connection, job: JobRow, task: Row[Any], batch: _Batch, progress: Progress
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Insert the manifest's new chunks; answer what changes in the task's and in the job's row.
+
+        The same batch again in the same epoch adds nothing.
+        Raises: Fenced if a later checkpoint of this attempt is there: this is a late copy of an earlier one.
+        """
+        if task.saved_epoch == task.epoch:
+            if task.saved_digest == batch.digest:
+                return {}, {}
+            if progress.rows < task.saved_rows or progress.size_bytes < task.saved_bytes:
+                raise Fenced(
+                    f"task {task.idx} of job {task.job_id}: a later checkpoint than this one, "
+                    f"of {progress.rows} rows, is recorded"
+                )
+        if batch.packed:
+            keys = {"job_id": task.job_id, "stage": task.stage, "idx": task.idx}
+            conn.execute(
+                insert(chunks),
+                [{**keys, "seq": task.chunks + i, "files": packed} for i, packed in enumerate(batch.packed)],
+            )
+        changes = {
+            "position": batch.position,
+            "rows_done": progress.rows,
+            "bytes_done": progress.size_bytes,
+            "saved_rows": progress.rows,
+            "saved_bytes": progress.size_bytes,
+            "saved_epoch": task.epoch,
+            "saved_digest": batch.digest,
+            "files": task.files + batch.files,
+            "chunks": task.chunks + len(batch.packed),
+        }
+        counters: dict[str, Any] = {
+            "rows_done": job.rows_done + progress.rows - task.rows_done,
+            "bytes_done": job.bytes_done + progress.size_bytes - task.bytes_done,
+            "files": job.files + batch.files,
+        }
+        if batch.files and task.stage == job.last_stage:
+            counters["fingerprint"] = dumps((as_fingerprint(job.fingerprint) + batch.fingerprint).to_json())
+        return changes, counters
+
+    def _finished_so(self, conn: Connection, lease: Lease, batch: _Batch) -> bool:
+        """True if this very finish was recorded before: its reply got lost."""
+        task = self._task_row(conn, lease.job_id, lease.stage, lease.index)
+        return (
+            task is not None
+            and task.state == TaskState.DONE
+            and task.epoch == lease.epoch
+            and task.saved_digest == batch.digest
+        )
+
+    def _add_tasks(self, conn: Connection, job_id: str, stage: str, specs: Sequence[TaskSpec]) -> None:
+        fresh = {"state": TaskState.WAITING.value, "free_at": 0.0}
+        fresh |= dict.fromkeys(
+            ("epoch", "attempts", "rows_done", "bytes_done", "saved_rows", "saved_bytes", "saved_epoch"), 0
+        )
+        fresh |= {"files": 0, "chunks": 0}
+        if specs:
+            conn.execute(
+                insert(tasks),
+                [
+                    {
+                        **fresh,
+                        "job_id": job_id,
+                        "stage": stage,
+                        "idx": index,
+                        "descriptor": dumps(spec.descriptor),
+                        "rows": spec.rows,
+                        "size_bytes": spec.size_bytes,
+                    }
+                    for index, spec in enumerate(specs)
+                ],
+            )
+
+    # The manifest
+
+    def manifest(self, job_id: str, stage: str) -> Iterator[StagedFile]:
+        """Streams; raises Corrupt if fewer files are stored than were checkpointed."""
+        about = {"job_id": job_id, "stage": stage}
+        with self._db.read() as conn:
+            self._row(conn, job_id)
+            expected = conn.execute(_FILES_OF_STAGE, about).scalar_one()
+        seen = 0
+        place = (-1, -1)
+        while True:
+            with self._db.read() as conn:
+                page = conn.execute(_CHUNKS_AFTER, {**about, "idx": place[0], "seq": place[1]}).all()
+            for row in page:
+                for file in _unpacked(job_id, stage, row):
+                    seen += 1
+                    yield file
+            if len(page) < _CHUNKS_PER_QUERY:
+                break
+            place = (page[-1].idx, page[-1].seq)
+        if seen < expected:
+            raise Corrupt(
+                f"the manifest of job {job_id}, stage {stage}, lists {seen} files; "
+                f"{expected} were checkpointed",
+                hint="records of the store were deleted: kill the job and export again",
+            )
+
+
+def _unpacked(job_id: str, stage: str, row: Row[Any, Any, Any]) -> list[StagedFile]:
+    try:
+        return [StagedFile.from_json(raw) for raw in json.loads(zlib.decompress(row.files))]
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise Corrupt(
+            f"the manifest of job {job_id}, stage {stage}, task {row.idx} is damaged ({error!r})",
+            hint="kill the job and export again",
+        ) from error
+
+
+def _refuse_ended(job: JobRow) -> None:
+    if not State(job.state).live:
+        raise Fenced(f"job {job.job_id} is {job.state}: nothing more is taken")
+
+
+def _verdict(job: JobRow) -> Verdict:
+    return Verdict.PAUSE if job.state == State.PAUSED else Verdict.GO_ON
+
+
+def _failed_so(task: Row[Any] | None, lease: Lease, error: ErrorInfo) -> bool:
+    """True if this very failure was recorded before: its reply got lost."""
+    return (
+        task is not None
+        and task.state in (TaskState.WAITING, TaskState.FAILED)
+        and task.epoch == lease.epoch
+        and task.error == error_text(error)
+    )
+
+
+def _fenced(lease: Lease, task: Row[Any] | None) -> Fenced:
+    where = f"task {lease.index} of job {lease.job_id}"
+    if task is None:
+        return Fenced(f"{where} is no longer in the store")
+    if task.epoch > lease.epoch:
+        return Fenced(
+            f"{where} was taken by a newer attempt (epoch {task.epoch}, this one has {lease.epoch})"
+        )
+    return Fenced(f"{where} is {task.state}: the lease with epoch {lease.epoch} is void")
