@@ -42,6 +42,7 @@ def commit(claim: CommitClaim, store: JobStore, target: Target, clock: Clock = S
     with _kept(store, claim.lease, claim.job.plan.limits.lease_s) as kept:
         while True:
             job = store.renew_commit(claim.lease, claim.job.plan.limits.lease_s)
+            last_round = _out_of_budget(job, clock) is not None
             try:
                 ended = _step(job, claim.lease, store, target, clock)
                 if ended is not None:
@@ -50,7 +51,7 @@ def commit(claim: CommitClaim, store: JobStore, target: Target, clock: Clock = S
                 raise
             except Exception as error:  # unknown until the register says otherwise, whatever its class
                 failures += 1
-                handed_on = _after_failure(job, claim.lease, store, clock, error)
+                handed_on = _after_failure(claim.lease, store, last_round, error)
                 if handed_on is not None:
                     return handed_on
                 kept.check()
@@ -123,21 +124,24 @@ def _reason_not_to_publish(
     return None, files
 
 
-def _after_failure(
-    job: Job, lease: CommitLease, store: JobStore, clock: Clock, error: Exception
-) -> Job | None:
-    """What to do when a round broke: go on (None), end the job, or hand the commit on."""
-    job = store.renew_commit(lease, job.plan.limits.lease_s)
-    if job.commit_attempts == 0 and (isinstance(error, Corrupt | Incompatible) or job.kill_requested):
-        event = Event.KILL if job.kill_requested else Event.FAIL
-        return store.end(lease, event, error=ErrorInfo.of(error))
-    if _out_of_budget(job, clock) is None:
-        return None
+def _after_failure(lease: CommitLease, store: JobStore, last_round: bool, error: Exception) -> Job | None:
+    """What to do when a round broke: go on (None), end the job, or hand the commit on.
+
+    The round after the budget ran out is the last: it reads the register, and fences it.
+    """
+    job = store.read(lease.job_id)
     if job.commit_attempts == 0:
-        return store.end(lease, Event.FAIL, error=_budget_error(job, error))
+        if job.kill_requested:
+            return store.end(lease, Event.KILL, error=ErrorInfo.of(error))
+        if isinstance(error, Corrupt | Incompatible):
+            return store.end(lease, Event.FAIL, error=ErrorInfo.of(error))
+        if last_round:
+            return store.end(lease, Event.FAIL, error=_budget_error(job, error))
+    if not last_round:
+        return None
     # A request is out there and the target cannot be asked: neither completed nor failed would be true.
     store.yield_commit(lease, GIVE_UP_PAUSE_S)
-    return store.read(job.job_id)
+    return store.read(lease.job_id)
 
 
 def _out_of_budget(job: Job, clock: Clock) -> ErrorInfo | None:
@@ -226,6 +230,22 @@ def _kept(store: JobStore, lease: CommitLease, lease_s: float) -> Iterator[_Keep
         thread.join(timeout=1.0)
 
 
+def run_commit(claim: CommitClaim, store: JobStore, config: Config, clock: Clock = SYSTEM_CLOCK) -> Job:
+    """`commit` on the target that the job's plan names.
+
+    Raises: Fenced if another worker has taken the commit over.
+    """
+    try:
+        target = open_target(expand(claim.job.plan.target, config), config, clock)
+    except Invalid as error:
+        # A worker without this catalog proves nothing about a request that was sent.
+        if claim.job.commit_attempts > 0:
+            store.yield_commit(claim.lease, GIVE_UP_PAUSE_S)
+            return store.read(claim.job.job_id)
+        return store.end(claim.lease, Event.FAIL, error=ErrorInfo.of(error))
+    return commit(claim, store, target, clock)
+
+
 def settle(store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_CLOCK) -> Job:
     """Finish the commit of one job if nobody else is at it; else answer with the job as it is.
 
@@ -236,7 +256,6 @@ def settle(store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_C
     if claim is None:
         return store.read(job_id)
     try:
-        target = open_target(expand(claim.job.plan.target, config), config, clock)
-        return commit(claim, store, target, clock)
+        return run_commit(claim, store, config, clock)
     except Fenced:
         return store.read(job_id)

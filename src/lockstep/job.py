@@ -207,7 +207,7 @@ class Holding:
 class ColumnMap:
     """One target column and the source column that fills it; `source` None means NULL.
 
-    `type` is the target's Iceberg type: text for a primitive, Iceberg's JSON (with field ids) for a nested one.
+    `type` is the target's Iceberg type: text for a primitive, Iceberg's JSON (with field ids) if nested.
     """
 
     target: str
@@ -426,5 +426,3 @@ def split_evenly(total: int, most: int) -> Iterable[tuple[int, int]]:
     pieces = max(1, -(-total // most))
     for i in range(pieces):
         yield total * i // pieces, total * (i + 1) // pieces
-
-

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeVar
 
 from lockstep.attempt import Assignment, run_attempt
-from lockstep.commit import commit
+from lockstep.commit import run_commit
 from lockstep.config import Config, expand
 from lockstep.engine.channel import ChannelServer
 from lockstep.errors import ErrorInfo, Fenced, LockstepError, Retryable
@@ -34,7 +34,6 @@ from lockstep.job import (
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, is_dead, worker_name
 from lockstep.store import Claim, CommitClaim, JobStore
-from lockstep.target import open_target
 
 BEAT_S: Final = 1.0
 POLL_S: Final = 0.5
@@ -248,8 +247,7 @@ class Worker:
         try:
             # One at a time into each table: commits of our own would only make each other retry.
             with lock:
-                target = open_target(expand(claim.job.plan.target, self._config), self._config, self._clock)
-                commit(claim, self._store, target, self._clock)
+                run_commit(claim, self._store, self._config, self._clock)
         except Fenced:
             return  # somebody else has taken it over
         except Exception:  # nothing is known: the commit stays open, and is claimed again a little later
@@ -482,7 +480,7 @@ def _key(lease: Lease) -> TaskKey:
 
 
 def _lost(failure: BaseException, lease: Lease) -> ErrorInfo:
-    """What Spark says of a task that it gave up. The last line of a Python traceback is the one that tells."""
+    """What Spark says of a task that it gave up: of a Python traceback, the last line tells."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     telling = [line for line in lines if re.match(r"[A-Za-z_.]*(Error|Exception|Interrupt|Exit)\b", line)]
     reason = (telling or lines or [repr(failure)])[-1 if telling else 0]
