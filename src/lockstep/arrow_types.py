@@ -1,5 +1,4 @@
-"""Iceberg types as Arrow types, Arrow types as Iceberg types, and the casts between what a source delivers
-and what the target holds.
+"""Iceberg types as Arrow types, and the casts from what a source delivers to what the target holds.
 
 A cast here never changes a value in silence: it is exact, or the plan says that loss was accepted
 (`ColumnMap.lossy`), and even then a value that does not fit at all is an error.
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
@@ -122,139 +120,6 @@ def type_text(kind: IcebergType) -> str:
         case "map":
             return f"map<{type_text(kind['key'])}, {type_text(kind['value'])}>"
     return str(kind.get("type"))
-
-
-# Arrow as Iceberg
-
-
-@dataclass(frozen=True)
-class Exact:
-    """The Iceberg type that holds every value of an Arrow type; where there is none, why, and what would
-    hold most of it. Field ids of nested types are 0: they belong to a table, not to a source."""
-
-    type: IcebergType | None
-    problem: str | None = None
-    lossy_type: IcebergType | None = None
-
-
-_EXACT: Final[dict[pa.DataType, str]] = {
-    pa.bool_(): "boolean",
-    pa.int8(): "int",
-    pa.int16(): "int",
-    pa.int32(): "int",
-    pa.int64(): "long",
-    pa.uint8(): "int",
-    pa.uint16(): "int",
-    pa.uint32(): "long",
-    pa.uint64(): "decimal(20, 0)",
-    pa.float16(): "float",
-    pa.float32(): "float",
-    pa.float64(): "double",
-    pa.date32(): "date",
-    pa.date64(): "date",
-    pa.time32("s"): "time",
-    pa.time32("ms"): "time",
-    pa.time64("us"): "time",
-    pa.string(): "string",
-    pa.large_string(): "string",
-    pa.string_view(): "string",
-    pa.binary(): "binary",
-    pa.large_binary(): "binary",
-    pa.binary_view(): "binary",
-    pa.uuid(): "uuid",
-}
-
-
-def exact_type(kind: pa.DataType) -> Exact:
-    """The Iceberg type for an Arrow type as a file or a server delivers it."""
-    if (found := _EXACT.get(kind)) is not None:
-        return Exact(found)
-    if isinstance(kind, pa.BaseExtensionType):
-        return exact_type(kind.storage_type)
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return exact_type(kind.value_type)
-    if pa.types.is_timestamp(kind):
-        name = "timestamp" if kind.tz is None else "timestamptz"
-        return Exact(name) if kind.unit != "ns" else Exact(None, "Iceberg holds microseconds", name)
-    if pa.types.is_time(kind):
-        return Exact(None, "Iceberg holds microseconds", "time")
-    if pa.types.is_decimal(kind):
-        return _exact_decimal(kind)
-    if pa.types.is_fixed_size_binary(kind):
-        return Exact(f"fixed[{kind.byte_width}]")
-    if pa.types.is_struct(kind):
-        return _exact_struct(kind)
-    if pa.types.is_map(kind):
-        return _exact_members(
-            {"type": "map", "key-id": 0, "value-id": 0, "value-required": not kind.item_field.nullable},
-            {"key": kind.key_type, "value": kind.item_type},
-        )
-    if _is_list(kind):
-        return _exact_members(
-            {"type": "list", "element-id": 0, "element-required": not kind.value_field.nullable},
-            {"element": kind.value_type},
-        )
-    if pa.types.is_duration(kind):
-        return Exact(None, "Iceberg has no durations")
-    return Exact(None, "Iceberg has no such type")
-
-
-def _exact_decimal(kind: pa.DataType) -> Exact:
-    if kind.scale < 0 and kind.precision - kind.scale <= MOST_DIGITS:
-        return Exact(f"decimal({kind.precision - kind.scale}, 0)")
-    if kind.precision > MOST_DIGITS or kind.scale < 0:
-        return Exact(None, f"Iceberg holds {MOST_DIGITS} digits", "double")
-    if kind.scale > kind.precision:
-        return (
-            Exact(f"decimal({kind.scale}, {kind.scale})")
-            if kind.scale <= MOST_DIGITS
-            else Exact(None, f"Iceberg holds {MOST_DIGITS} digits", "double")
-        )
-    return Exact(f"decimal({kind.precision}, {kind.scale})")
-
-
-def _exact_struct(kind: pa.StructType) -> Exact:
-    fields = [kind.field(i) for i in range(kind.num_fields)]
-    if not fields:
-        return Exact(None, "Iceberg has no struct without fields")
-    if len({field.name for field in fields}) < len(fields):
-        return Exact(None, "it has two fields of the same name")
-    members = [exact_type(field.type) for field in fields]
-    return _combined(
-        members,
-        lambda types: {
-            "type": "struct",
-            "fields": [
-                {"id": 0, "name": field.name, "required": not field.nullable, "type": member}
-                for field, member in zip(fields, types, strict=True)
-            ],
-        },
-    )
-
-
-def _exact_members(shell: Json, members: dict[str, pa.DataType]) -> Exact:
-    found = [exact_type(kind) for kind in members.values()]
-    return _combined(found, lambda types: {**shell, **dict(zip(members, types, strict=True))})
-
-
-def _combined(members: Sequence[Exact], build: Callable[[Sequence[IcebergType]], Json]) -> Exact:
-    if all(member.type is not None for member in members):
-        return Exact(build([member.type for member in members if member.type is not None]))
-    problem = next(member.problem for member in members if member.type is None)
-    stored = [member.type or member.lossy_type for member in members]
-    if any(kind is None for kind in stored):
-        return Exact(None, problem)
-    return Exact(None, problem, build([kind for kind in stored if kind is not None]))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or pa.types.is_list_view(kind)
-        or pa.types.is_large_list_view(kind)
-    )
 
 
 # Casts
@@ -403,7 +268,7 @@ def _to_struct(array: pa.Array, want: pa.StructType, lossy: bool) -> pa.Array:
 
 
 def _to_list(array: pa.Array, want: pa.ListType, lossy: bool) -> pa.Array:
-    if not _is_list(array.type):
+    if not is_list(array.type):
         raise _Misfit("it is not a list")
     # flatten() leaves out what lies under NULLs, and whatever a slice does not show.
     elements = _convert(array.flatten(), want.value_type, lossy)
@@ -509,9 +374,9 @@ def _to_decimal(array: pa.Array, want: pa.DataType, lossy: bool) -> pa.Array:
     have = array.type
     if lossy and have.scale > want.scale:
         array = pc.round(array, ndigits=want.scale)
-    if have.scale <= want.scale and have.precision - have.scale <= want.precision - want.scale:
-        if pa.types.is_decimal128(have):
-            return array.cast(want)
+    fits = have.scale <= want.scale and have.precision - have.scale <= want.precision - want.scale
+    if fits and pa.types.is_decimal128(have):
+        return array.cast(want)
     digits = min(
         76, max(have.precision - have.scale, want.precision - want.scale) + max(have.scale, want.scale)
     )
@@ -551,6 +416,16 @@ def _to_timestamp(array: pa.Array, want: pa.DataType, lossy: bool) -> pa.Array:
 
 def _whole_microseconds(array: pa.Array) -> pa.Array:
     return pc.floor_temporal(array.view(pa.timestamp("ns")), unit="microsecond").view(array.type)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or pa.types.is_list_view(kind)
+        or pa.types.is_large_list_view(kind)
+    )
 
 
 def _is_text(kind: pa.DataType) -> bool:

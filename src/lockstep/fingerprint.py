@@ -223,8 +223,6 @@ def _of_bytes(array: pa.Array, offset_type: type[np.int32] | type[np.int64]) -> 
     offsets = np.frombuffer(offset_buffer, offset_type, count + 1, array.offset * offset_width)
     starts = offsets[:-1].astype(np.int64)
     lengths = np.diff(offsets).astype(np.int64)
-    if array.null_count:
-        lengths *= _validity(array)
     total = lengths.astype(np.uint64)
     np.multiply(total, _LENGTH, out=total)
     longest = int(lengths.max())
@@ -310,11 +308,7 @@ def _of_members(members: list[Words], count: int) -> Words:
 def _of_list(array: pa.Array) -> Words:
     starts, lengths, first, last = _spans(array)
     elements = _hashes(array.values.slice(first, last - first))
-    # Ranges may have gaps where a NULL hides elements: count places from the start of each list.
-    places = np.arange(len(elements)) - np.repeat(
-        starts - first, np.diff(starts - first, append=len(elements))
-    )
-    elements *= _multipliers_at(np.maximum(places, 0))
+    elements *= _multipliers_at(np.arange(len(elements)) - np.repeat(starts - first, lengths))
     return mix(_sums(elements, starts - first, lengths) + lengths.astype(np.uint64) * _LENGTH)
 
 
@@ -329,10 +323,7 @@ def _of_entries(array: pa.Array) -> Words:
 def _spans(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
     """Where each list begins among the child values, how long it is, and the range of all."""
     offsets = array.offsets.to_numpy().astype(np.int64)
-    lengths = np.diff(offsets)
-    if array.null_count:
-        lengths = lengths * _validity(array)
-    return offsets[:-1], lengths, int(offsets[0]), int(offsets[-1])
+    return offsets[:-1], np.diff(offsets), int(offsets[0]), int(offsets[-1])
 
 
 def _sums(hashes: Words, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Words:

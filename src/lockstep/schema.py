@@ -18,7 +18,6 @@ from lockstep.arrow_types import (
     arrow_type,
     conform,
     decimal_of,
-    exact_type,
     fixed_of,
     type_text,
 )
@@ -28,7 +27,7 @@ from lockstep.job import ColumnMap, Json
 if TYPE_CHECKING:
     from lockstep.source import SourceColumn, SourceField, SourceTable
 
-__all__ = ["arrow_schema", "arrow_type", "conform", "derive", "exact_type", "match_columns", "type_text"]
+__all__ = ["arrow_schema", "arrow_type", "conform", "derive", "match_columns", "type_text"]
 
 FIRST_PARTITION_FIELD_ID: Final = 1000
 
@@ -51,13 +50,11 @@ def match_columns(
     columns = []
     for target, found in pairs:
         if found is None:
-            problems += _unfilled(target, source.columns)
+            fit = _unfilled(target, source.columns)
         else:
             fit = _fit_column(found, target, allow_lossy, ignore_extra)
-            problems += fit.problems
-            columns.append(_column_map(target, found, fit.lossy))
-            continue
-        columns.append(_column_map(target, None, lossy=False))
+        problems += fit.problems
+        columns.append(_column_map(target, found, fit.lossy))
     if not ignore_extra:
         problems += (_extra_column(column, target_schema["fields"]) for column in extra)
     _refuse(f"cannot export {source.name}", problems)
@@ -105,14 +102,22 @@ def _pairs(
     )
 
 
-def _unfilled(target: Json, columns: Sequence[SourceColumn]) -> list[str]:
+def _unfilled(target: Json, columns: Sequence[SourceColumn]) -> _Fit:
     if not target["required"]:
-        return []
+        return _Fit(_unwritable(target))
     sentence = f'the target requires column "{target["name"]}", and the source has none of that name'
     near = _near(target["name"], [column.name for column in columns])
     if near is not None:
-        return [f'{sentence}; it has "{near}". Rename it in a view, or pass --match position.']
-    return [f"{sentence}. Add it in a view, or make it optional in the target."]
+        return _Fit([f'{sentence}; it has "{near}". Rename it in a view, or pass --match position.'])
+    return _Fit([f"{sentence}. Add it in a view, or make it optional in the target."])
+
+
+def _unwritable(target: Json) -> list[str]:
+    try:
+        arrow_type(target["type"])
+    except Invalid as error:
+        return [f'cannot fill column "{target["name"]}" of the target with NULL: {error.message}']
+    return []
 
 
 def _extra_column(column: SourceColumn, fields: Sequence[Json]) -> str:
@@ -141,7 +146,7 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Misfit:
-    """One place where a type does not fit. `loss` is None where even --allow-lossy does not help."""
+    """One place where a type does not fit; `loss` where --allow-lossy would accept it."""
 
     path: str
     reason: str
@@ -154,8 +159,8 @@ def _fit_column(column: SourceColumn, target: Json, allow_lossy: bool, ignore_ex
     problems = []
     if column.nullable and target["required"]:
         problems.append(
-            f'cannot store column "{name}": it is {column.native_type} and may be NULL, but "{target["name"]}"'
-            f" is required in the target. Make that column optional, or replace NULLs in a view."
+            f'cannot store column "{name}": it is {column.native_type} and may be NULL, but'
+            f' "{target["name"]}" is required in the target. Make that optional, or replace NULLs in a view.'
         )
     if kind is None:
         if column.lossy_type is None or not allow_lossy:
@@ -272,9 +277,9 @@ def _primitive_misfit(have: str, want: str) -> _Misfit | None:
     if have in _ZONED and want in _ZONED and _ZONED[have] != _ZONED[want]:
         if _ZONED[have]:
             return _Misfit(
-                "", f"a time without a zone; the source's {have} is an instant, and lose its zone it may not"
+                "", f"a wall-clock time; the source's {have} is an instant, and which zone is meant?"
             )
-        return _Misfit("", f"an instant; the source's {have} does not say in which zone it is")
+        return _Misfit("", f"an instant; the source's {have} is a wall-clock time of no known zone")
     return _Misfit("", f"which cannot hold {have}")
 
 
@@ -295,10 +300,10 @@ def _decimal_misfit(have: tuple[int, int], want: tuple[int, int]) -> _Misfit | N
     return None
 
 
-def _decimal_as(digits: tuple[int, int], want: str) -> _Misfit:
+def _decimal_as(digits: tuple[int, int], want: str) -> _Misfit | None:
     if want in _WHOLE_DIGITS and digits[1] == 0:
         if digits[0] < _WHOLE_DIGITS[want]:
-            return _Misfit("", "which is narrower", loss=True)
+            return None
         return _Misfit("", f"which holds {'64' if want == 'long' else '32'} bits", loss=True)
     if want in ("float", "double"):
         return _Misfit("", "which is not exact for decimals", loss=True)
@@ -328,11 +333,12 @@ def derive(source: SourceTable, *, allow_lossy: bool = False) -> tuple[Json, Jso
     _refuse(what, problems)
     struct = _FreshIds().struct({"type": "struct", "fields": fields})
     schema = {**struct, "schema-id": 0, "identifier-field-ids": []}
+    _require_distinct_paths(schema, what)
     return schema, _derive_spec(source, schema, what), _derive_sort_order(source, schema)
 
 
 class _FreshIds:
-    """Ids in the order in which Iceberg itself gives them: all fields of a struct, then what is inside them."""
+    """Ids in the order in which Iceberg gives them: all fields of a struct, then what is inside them."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -362,12 +368,39 @@ class _FreshIds:
                 return {**kind, **ids, "key": self._of(kind["key"]), "value": self._of(kind["value"])}
 
 
+def _require_distinct_paths(schema: Json, what: str) -> None:
+    """Iceberg finds nested fields by dotted path, so a column `a.b` beside a struct `a` of `b` is refused."""
+    paths: Counter[str] = Counter(_paths(schema["fields"]))
+    for path, count in paths.items():
+        if count > 1:
+            raise Invalid(f'{what}: two of its fields are called "{path}" in Iceberg; rename one in a view')
+
+
+def _paths(fields: Sequence[Json], above: str = "") -> Iterator[str]:
+    for field in fields:
+        path = _inside(above, field["name"])
+        yield path
+        yield from _paths_inside(field["type"], path)
+
+
+def _paths_inside(kind: IcebergType, path: str) -> Iterator[str]:
+    if isinstance(kind, str):
+        return
+    match kind["type"]:
+        case "struct":
+            yield from _paths(kind["fields"], path)
+        case "list":
+            yield from _paths([{"name": "element", "type": kind["element"]}], path)
+        case _:
+            yield from _paths([{"name": part, "type": kind[part]} for part in ("key", "value")], path)
+
+
 def _derive_spec(source: SourceTable, schema: Json, what: str) -> Json:
     if source.partitioning is None:
         raise Invalid(
             f"{what}: its partition key {source.partition_key} has no exact counterpart in Iceberg",
-            hint="create the target table yourself, partitioned so that each source partition lies in one of its"
-            " partitions, and run the export without --create",
+            hint="create the target table yourself, partitioned so that each source partition lies in one of"
+            " its partitions, and run the export without --create",
         )
     columns = {field["name"]: field for field in schema["fields"]}
     taken = set(columns)
@@ -412,7 +445,7 @@ def _can_transform(transform: str, kind: IcebergType) -> bool:
 
 
 def _partition_name(field: SourceField, taken: set[str]) -> str:
-    """`ts_month`, `id_bucket_16`, `name_trunc_4`; an identity field has its column's name, as Iceberg wants."""
+    """`ts_month`, `id_bucket_16`, `name_trunc_4`; an identity field takes its column's name, as usual."""
     if field.transform == "identity":
         return field.column
     verb, _, argument = field.transform.partition("[")

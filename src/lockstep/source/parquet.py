@@ -1,0 +1,482 @@
+"""Parquet folders as a source, Hive layout or flat.
+
+A folder cannot be frozen, so a pin is a list of names, sizes and etags; a file that changed or went away
+since is `Corrupt`, looked for before the first row and again before the last one of each task. A column
+that stands both in the path and in the files is read from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lockstep.errors import Corrupt, Invalid
+from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
+from lockstep.schema import arrow_schema, conform
+from lockstep.source import Chunk, PartInfo, PartitionInfo, Pin, SourceColumn, SourceField, SourceTable
+from lockstep.source.parquet_layout import (
+    Layout,
+    PathColumn,
+    absolute_root,
+    folder_url,
+    list_data_files,
+    read_layout,
+)
+from lockstep.source.parquet_types import exact_type
+from lockstep.storage import Storage, StoredFile, local_path, translated
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+PROBE_ROWS: Final = 1024
+MOST_BATCH_ROWS: Final = 1 << 20
+READ_BUFFER_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Footer:
+    """What is needed of a file's metadata, without keeping all of it."""
+
+    rows: int
+    groups: Sequence[tuple[int, int]]
+    """Rows and decoded bytes of each row group."""
+    columns: Sequence[SourceColumn]
+
+
+class ParquetSource:
+    """A `Source` over `parquet:PATH_OR_URL`."""
+
+    def __init__(self, address: str, config: Config) -> None:
+        self._storage = Storage(config.storage)
+        self._root = absolute_root(address, config.root)
+        self._footers: dict[tuple[str, str], _Footer] = {}
+
+    def describe(self) -> SourceTable:
+        """Raises: Invalid if there is no such folder, if it has no files, or if their schemas differ."""
+        layout = read_layout(self._storage, self._root)
+        columns = self._columns(layout)
+        in_path = [key.name for key in layout.keys]
+        return SourceTable(
+            name=self._root,
+            identity=f"parquet:{self._root}",
+            columns=columns,
+            partitioning=[SourceField(name) for name in in_path],
+            partition_key=", ".join(in_path),
+        )
+
+    def partitions(self) -> list[PartitionInfo]:
+        layout = read_layout(self._storage, self._root)
+        return [self._partition(partition_id, layout) for partition_id in layout.partitions]
+
+    def pin(self, name: str, partition_id: str, parts: Sequence[str] | None, *, frozen: bool = True) -> Pin:
+        """Note the files of a partition. There is nothing to freeze, so `frozen` changes nothing.
+
+        Raises: Invalid for an unknown partition or part, and for files whose schemas differ.
+        """
+        layout = read_layout(self._storage, self._root)
+        if partition_id not in layout.partitions:
+            raise Invalid(
+                f'{self._root} has no partition "{partition_id}"',
+                hint=f"`lockstep partitions parquet:{self._root}` lists them",
+            )
+        self._columns(layout)
+        found = self._partition(partition_id, layout).parts
+        if parts is not None:
+            unknown = sorted(set(parts) - {part.name for part in found})
+            if unknown:
+                raise Invalid(f'partition "{partition_id}" of {self._root} has no file "{unknown[0]}"')
+            found = [part for part in found if part.name in set(parts)]
+        etags = {short: file.etag for short, file in layout.partitions[partition_id]}
+        detail: Json = {
+            "partition": partition_id,
+            "files": [[part.name, part.size_bytes, etags[part.name], part.rows] for part in found],
+            "path_columns": [
+                [key.name, key.type, value]
+                for key, value in zip(layout.keys, layout.values(partition_id), strict=True)
+            ],
+        }
+        return Pin(detail, found, sum(part.rows for part in found))
+
+    def distinct_rows(self, pin: Pin, columns: Sequence[ColumnMap]) -> Iterator[pa.RecordBatch]:
+        for batch in self._all_rows(pin, columns):
+            yield _distinct(batch)
+
+    def bounds(self, pin: Pin, columns: Sequence[ColumnMap]) -> pa.Table:
+        extremes = [_Extremes() for _ in columns]
+        for batch in self._all_rows(pin, columns):
+            for seen, array in zip(extremes, batch.columns, strict=True):
+                seen.add(array)
+        schema = arrow_schema(columns)
+        if pin.rows == 0:
+            return schema.empty_table()
+        with_nulls = any(seen.null for seen in extremes)
+        arrays = [seen.rows(field.type, with_nulls) for seen, field in zip(extremes, schema, strict=True)]
+        return pa.Table.from_arrays(arrays, schema=schema)
+
+    def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
+        """Tasks are runs of row groups: a large file makes several, small files share one."""
+        files = self._pinned_files(pin.detail)
+        tasks: list[TaskSpec] = []
+        pieces: list[list[int]] = []
+        rows = size_bytes = 0
+        for index, file in enumerate(files):
+            footer = self._footer(file)
+            decoded = sum(group_bytes for _, group_bytes in footer.groups) or 1
+            for number, (group_rows, group_bytes) in enumerate(footer.groups):
+                if group_rows == 0:
+                    continue
+                stored = file.size_bytes * group_bytes // decoded
+                if pieces and size_bytes + stored > task_bytes:
+                    tasks.append(TaskSpec({"pieces": pieces}, rows, size_bytes))
+                    pieces, rows, size_bytes = [], 0, 0
+                if pieces and pieces[-1][0] == index and pieces[-1][2] == number:
+                    pieces[-1][2] = number + 1
+                else:
+                    pieces.append([index, number, number + 1])
+                rows += group_rows
+                size_bytes += stored
+        if pieces:
+            tasks.append(TaskSpec({"pieces": pieces}, rows, size_bytes))
+        return tasks
+
+    def read(
+        self,
+        pin: Json,
+        descriptor: Json,
+        position: Position | None,
+        columns: Sequence[ColumnMap],
+        batch_bytes: int,
+    ) -> Iterator[Chunk]:
+        """Every chunk has a position: the file, the row group, and the rows of it that were delivered.
+
+        Raises: Corrupt, naming the file, if one changed, went away, or cannot be decoded.
+        """
+        files = self._pinned_files(pin)
+        reader = _Reader(columns, _path_scalars(pin), batch_bytes)
+        held: Chunk | None = None
+        for index, first, last, skip in _remaining(descriptor["pieces"], position):
+            for group, row, batch in self._groups(
+                files[index], pin["files"][index], reader, first, last, skip
+            ):
+                if held is not None:
+                    yield held
+                held = Chunk(batch, {"file": index, "row_group": group, "row": row})
+        if held is not None:
+            # Rows read from a file that was overwritten meanwhile must not count as delivered.
+            self._pinned_files(pin)
+            yield held
+
+    def unpin(self, pin: Json, timeout_s: float) -> None:
+        """Nothing was frozen."""
+
+    def close(self) -> None:
+        self._footers.clear()
+
+    # Files
+
+    def _columns(self, layout: Layout) -> list[SourceColumn]:
+        files = [file for group in layout.partitions.values() for _, file in group]
+        if not files:
+            raise Invalid(
+                f"{self._root} holds no Parquet files, so its columns are unknown",
+                hint="names that begin with _ or . do not count",
+            )
+        columns = list(self._footer(files[0]).columns)
+        for file in files[1:]:
+            columns = _agreed(columns, self._footer(file).columns, files[0].url, file.url)
+        names = {column.name for column in columns}
+        return columns + [
+            SourceColumn(key.name, f"{key.type} in the path", key.type, nullable=True)
+            for key in layout.keys
+            if key.name not in names
+        ]
+
+    def _partition(self, partition_id: str, layout: Layout) -> PartitionInfo:
+        parts = [
+            PartInfo(short, self._footer(file).rows, file.size_bytes, Piece(short))
+            for short, file in layout.partitions[partition_id]
+        ]
+        values = zip(layout.keys, layout.values(partition_id), strict=True)
+        label = ", ".join(f"{key.name}={'NULL' if value is None else value}" for key, value in values)
+        return PartitionInfo(
+            partition_id,
+            label or partition_id,
+            sum(part.rows for part in parts),
+            sum(part.size_bytes for part in parts),
+            parts,
+        )
+
+    def _pinned_files(self, pin: Json) -> list[StoredFile]:
+        """The files of a pin, as they are now. Raises: Corrupt, naming the first that is not as pinned."""
+        folder = folder_url(self._root, pin["partition"])
+        try:
+            listed = dict(list_data_files(self._storage, folder))
+        except Invalid:
+            listed = {}  # the folder itself is gone
+        found = []
+        for name, size_bytes, etag, _ in pin["files"]:
+            file = listed.get(name)
+            if file is None:
+                raise Corrupt(
+                    f"{folder}/{name} is gone since the export was planned",
+                    hint="put the file back and `lockstep retry` the job, or export the partition anew",
+                )
+            if (file.size_bytes, file.etag) != (size_bytes, etag):
+                raise Corrupt(
+                    f"{folder}/{name} has changed since the export was planned",
+                    hint="export the partition anew; nothing of this job was published",
+                )
+            found.append(file)
+        return found
+
+    def _footer(self, file: StoredFile) -> _Footer:
+        key = (file.url, file.etag)
+        if key not in self._footers:
+            try:
+                opened = self._open(file.url)
+                with opened:
+                    self._footers[key] = _read_footer(opened)
+            except (pa.ArrowException, OSError) as error:
+                raise _unreadable(error, file.url, Invalid) from error
+        return self._footers[key]
+
+    def _open(self, url: str) -> pq.ParquetFile:
+        path = local_path(url)
+        return pq.ParquetFile(
+            pa.OSFile(str(path)) if path is not None else self._storage.open(url),
+            # Column chunks are read a buffer at a time: memory does not grow with the row group.
+            pre_buffer=False,
+            buffer_size=READ_BUFFER_BYTES,
+            # Nanoseconds in 64 bits wrap around in silence for the far dates that INT96 can hold.
+            coerce_int96_timestamp_unit="us",
+            page_checksum_verification=True,
+        )
+
+    def _groups(
+        self, file: StoredFile, pinned: Sequence[Any], reader: _Reader, first: int, last: int, skip: int
+    ) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """Row group, rows of it delivered, and the batch, from row `skip` of the group `first` on."""
+        try:
+            opened = self._open(file.url)
+            with opened:
+                if opened.metadata.num_rows != pinned[3]:
+                    raise Corrupt(
+                        f"{file.url} has {opened.metadata.num_rows} rows, not {pinned[3]} as planned"
+                    )
+                for group in range(first, last):
+                    for row, batch in reader.batches(opened, group, skip if group == first else 0):
+                        yield group, row, batch
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(error, file.url, Corrupt) from error
+
+    def _all_rows(self, pin: Pin, columns: Sequence[ColumnMap]) -> Iterator[pa.RecordBatch]:
+        for task in self.plan_tasks(pin, 1 << 62):
+            for chunk in self.read(pin.detail, task.descriptor, None, columns, 16 << 20):
+                yield chunk.batch
+
+
+class _Reader:
+    """Reads row groups in batches of about `batch_bytes`, learning the width of a row as it goes."""
+
+    def __init__(
+        self, columns: Sequence[ColumnMap], path_scalars: dict[str, pa.Scalar], batch_bytes: int
+    ) -> None:
+        self._columns = columns
+        self._path_scalars = path_scalars
+        self._batch_bytes = batch_bytes
+        self._row_bytes: float | None = None
+
+    def batches(self, opened: pq.ParquetFile, group: int, skip: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Conformed batches of a row group after `skip` rows, each with the rows delivered at its end."""
+        names = opened.schema_arrow.names
+        asked = {column.source for column in self._columns}
+        wanted = [name for name in names if name in asked]
+        in_path = {name: value for name, value in self._path_scalars.items() if name not in names}
+        row = 0
+        rows = opened.metadata.row_group(group).num_rows
+        for natural in self._natural(opened, group, wanted, rows):
+            row += natural.num_rows
+            if row <= skip:
+                continue
+            fresh = row - max(skip, row - natural.num_rows)
+            natural = natural.slice(natural.num_rows - fresh)
+            yield row, conform(_with_path_columns(natural, in_path, fresh), self._columns)
+        if row != rows:
+            raise pa.ArrowInvalid(f"row group {group} delivered {row} of {rows} rows")
+
+    def _natural(
+        self, opened: pq.ParquetFile, group: int, wanted: Sequence[str], rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        if not wanted:
+            for start in range(0, rows, MOST_BATCH_ROWS):
+                yield pa.record_batch({"": pa.nulls(min(MOST_BATCH_ROWS, rows - start))})
+            return
+        if self._row_bytes is None:
+            self._row_bytes = self._probe(opened, group, wanted, rows)
+        delivered_bytes = delivered_rows = 0
+        for batch in opened.iter_batches(self._batch_rows(self._row_bytes), [group], wanted):
+            delivered_bytes += batch.nbytes
+            delivered_rows += batch.num_rows
+            yield batch
+        if delivered_rows:
+            self._row_bytes = delivered_bytes / delivered_rows
+
+    def _probe(self, opened: pq.ParquetFile, group: int, wanted: Sequence[str], rows: int) -> float:
+        """Decode a few rows: the footer knows encoded sizes only, and dictionaries hide wide rows."""
+        encoded = opened.metadata.row_group(group).total_byte_size / max(1, rows)
+        few = min(PROBE_ROWS, self._batch_rows(encoded))
+        first = next(opened.iter_batches(few, [group], wanted), None)
+        return (
+            float(first.nbytes / first.num_rows) if first is not None and first.num_rows else float(encoded)
+        )
+
+    def _batch_rows(self, row_bytes: float) -> int:
+        return int(min(MOST_BATCH_ROWS, max(1, self._batch_bytes // max(1.0, row_bytes))))
+
+
+def _with_path_columns(batch: pa.RecordBatch, in_path: dict[str, pa.Scalar], rows: int) -> pa.RecordBatch:
+    for name, value in in_path.items():
+        batch = batch.append_column(pa.field(name, value.type), pa.repeat(value, rows))
+    return batch
+
+
+def _path_scalars(pin: Json) -> dict[str, pa.Scalar]:
+    return {name: PathColumn(name, kind).scalar(value) for name, kind, value in pin["path_columns"]}
+
+
+def _remaining(
+    pieces: Sequence[Sequence[int]], position: Position | None
+) -> Iterator[tuple[int, int, int, int]]:
+    """File, first and last row group, and rows to skip in the first, of what comes after `position`."""
+    reached = position is None
+    for index, first, last in pieces:
+        if reached or position is None:
+            yield index, first, last, 0
+        elif index == position["file"] and first <= position["row_group"] < last:
+            reached = True
+            yield index, position["row_group"], last, position["row"]
+    if not reached:
+        raise Corrupt(f"the checkpoint {position} lies outside of its task")
+
+
+def _unreadable(error: Exception, url: str, otherwise: type[Corrupt] | type[Invalid]) -> Exception:
+    if isinstance(error, OSError) and error.errno is not None:
+        return translated(error, "read", url)
+    reason = (str(error).splitlines() or ["unknown"])[0]
+    return otherwise(
+        f"cannot read {url} as Parquet: {reason}",
+        hint="if it is not a data file, move it away or let its name begin with _",
+    )
+
+
+def _read_footer(opened: pq.ParquetFile) -> _Footer:
+    metadata = opened.metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    int96 = {
+        metadata.schema.column(i).path.split(".")[0]
+        for i in range(metadata.num_columns)
+        if metadata.schema.column(i).physical_type == "INT96"
+    }
+    columns = [_source_column(field, field.name.split(".")[0] in int96) for field in opened.schema_arrow]
+    return _Footer(metadata.num_rows, [(g.num_rows, g.total_byte_size) for g in groups], columns)
+
+
+def _source_column(field: pa.Field, is_int96: bool) -> SourceColumn:
+    exact = exact_type(field.type)
+    if is_int96 and exact.type is not None:
+        return SourceColumn(
+            field.name,
+            "INT96",
+            None,
+            field.nullable,
+            exact.type,
+            "it holds nanoseconds, Iceberg microseconds",
+        )
+    return SourceColumn(
+        field.name, str(field.type), exact.type, field.nullable, exact.lossy_type, exact.problem
+    )
+
+
+def _agreed(
+    columns: Sequence[SourceColumn], others: Sequence[SourceColumn], first: str, file: str
+) -> list[SourceColumn]:
+    """The columns of both files: the order may differ; NULL is possible where either may have it."""
+    by_name = {column.name: column for column in others}
+    for column in columns:
+        other = by_name.pop(column.name, None)
+        if other is None:
+            raise _differs(file, f'it has no column "{column.name}", and {first} has')
+        same = column.type == other.type and (
+            column.type is not None or column.native_type == other.native_type
+        )
+        if not same:
+            raise _differs(
+                file, f'column "{column.name}" is {other.native_type}, and {column.native_type} in {first}'
+            )
+    if by_name:
+        raise _differs(file, f'it has a column "{next(iter(by_name))}", and {first} has not')
+    nullable = {column.name for column in others if column.nullable}
+    return [
+        column if column.nullable or column.name not in nullable else _made_nullable(column)
+        for column in columns
+    ]
+
+
+def _made_nullable(column: SourceColumn) -> SourceColumn:
+    return SourceColumn(column.name, column.native_type, column.type, True, column.lossy_type, column.problem)
+
+
+def _differs(file: str, difference: str) -> Invalid:
+    return Invalid(
+        f"the schema of {file} differs: {difference}",
+        hint="rewrite the file, or export its folder on its own",
+    )
+
+
+def _storage_of(array: pa.Array) -> pa.Array:
+    return array.storage if isinstance(array.type, pa.BaseExtensionType) else array
+
+
+def _distinct(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """One row for each combination of values; the batch as it is where Arrow cannot group it."""
+    keys = [f"k{i}" for i in range(batch.num_columns)]
+    arrays = [_storage_of(array) for array in batch.columns]
+    table = pa.Table.from_arrays([*arrays, pa.array(range(batch.num_rows))], [*keys, "row"])
+    try:
+        rows = table.group_by(keys).aggregate([("row", "min")])["row_min"]
+    except pa.ArrowNotImplementedError:
+        return batch
+    return batch.take(rows.combine_chunks().sort())
+
+
+class _Extremes:
+    """The least and the greatest value seen, and whether there was a NULL."""
+
+    def __init__(self) -> None:
+        self.null = False
+        self._seen: pa.Array | None = None
+
+    def add(self, array: pa.Array) -> None:
+        self.null |= array.null_count > 0
+        found = _least_and_greatest(_storage_of(array))
+        self._seen = (
+            found if self._seen is None else _least_and_greatest(pa.concat_arrays([self._seen, found]))
+        )
+
+    def rows(self, kind: pa.DataType, with_nulls: bool) -> pa.Array:
+        """Least, greatest and, where some column has NULL, a third row: NULL here if it was seen here."""
+        storage = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+        found = self._seen if self._seen is not None else pa.nulls(2, storage)
+        if with_nulls:
+            found = pa.concat_arrays([found, pa.nulls(1, storage) if self.null else found.slice(0, 1)])
+        return pa.ExtensionArray.from_storage(kind, found) if storage is not kind else found
+
+
+def _least_and_greatest(array: pa.Array) -> pa.Array:
+    both = pc.min_max(array)
+    return pa.concat_arrays([pa.repeat(both["min"], 1), pa.repeat(both["max"], 1)])
