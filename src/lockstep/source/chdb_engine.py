@@ -6,6 +6,7 @@ every statement gets its own: nothing leaks from one request to the next.
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.runtime import new_secret
+
+log = logging.getLogger("lockstep.chdb_server")
 
 Buffer = bytes | memoryview
 
@@ -137,6 +140,9 @@ class Execution:
         try:
             if stream is not None:
                 connection.streaming_cancel_query(stream)
+        except RuntimeError as error:
+            # It failed or was killed: there is nothing left to cancel.
+            log.debug("cannot cancel a stream: %s", error)
         finally:
             connection.close()
 
@@ -148,6 +154,8 @@ class Execution:
         )
         if self._statement.database:
             self._connection.query(f"USE {quote_name(self._statement.database)}", "Null")
+        kind = self._connection.classify_query(self._statement.sql)["query_class"]
+        self.cancellable = kind.name == "READ_ONLY"
 
     def _documents(self) -> Iterator[Buffer]:
         statement = self._statement
@@ -163,9 +171,8 @@ class Execution:
                     raise
         if self._stream is None:
             yield from self._whole(params)
-            return
-        self.cancellable = True
-        yield from self._streamed()
+        else:
+            yield from self._streamed()
 
     def _whole(self, params: dict[str, str]) -> Iterator[Buffer]:
         """Statements other than SELECT, and formats with a frame around all rows (JSON, Parquet)."""

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
-from lockstep.runtime import new_secret
+from lockstep.runtime import Clock, new_secret
 from lockstep.source.chdb_engine import Buffer, Engine, EngineError, Execution, Statement, split_insert
 from lockstep.source.chdb_launch import HOST, IDENTITY_PATH, USER
 
@@ -29,6 +29,7 @@ _MOST_STATEMENTS: Final = 64
 _MOST_STATEMENT_BYTES: Final = 256 << 20
 _WAIT_BUFFER_BYTES: Final = 16 << 20
 _READ_BYTES: Final = 1 << 20
+_SEND_BUFFER_BYTES: Final = 4 << 20
 
 # URL parameters of the protocol. All others are settings, or parameters of the statement (`param_…`).
 _NOT_SETTINGS: Final = frozenset(
@@ -52,8 +53,12 @@ _NOT_SETTINGS: Final = frozenset(
         "close_session",
     }
 )
-# Loopback is faster than any compressor. A setting of the request comes before these.
-_DEFAULT_SETTINGS: Final = {"output_format_arrow_compression_method": "none"}
+# Loopback is faster than any compressor, and few large chunks than many small ones. What a request sets
+# comes before these.
+_DEFAULT_SETTINGS: Final = {
+    "output_format_arrow_compression_method": "none",
+    "preferred_block_size_bytes": "8000000",
+}
 
 _HTTP_STATUS: Final = {
     **dict.fromkeys((192, 193, 194, 497, 516), 403),
@@ -84,12 +89,19 @@ class HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, engine: Engine, activity: ActivityLog, secret: str, keep_alive_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        activity: ActivityLog,
+        secret: str,
+        keep_alive_s: float,
+        stopping: threading.Event,
+    ) -> None:
         self.engine = engine
         self.activity = activity
         self.secret = secret
         self.keep_alive_s = keep_alive_s
-        self.stopping = threading.Event()
+        self.stopping = stopping
         self.timezone = engine.value("SELECT timezone()")
         self.version = engine.value("SELECT version()")
         self._connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
@@ -128,10 +140,12 @@ class HttpServer(ThreadingHTTPServer):
         with self._statements:
             yield
 
-    def wait_for_statements(self, timeout_s: float) -> bool:
+    def wait_for_statements(self, deadline: float, clock: Clock) -> bool:
         """Whether all statements ended in time. Afterwards no new one begins."""
-        waiting = iter(range(_MOST_STATEMENTS))
-        return all(self._statements.acquire(timeout=timeout_s) for _ in waiting)
+        return all(
+            self._statements.acquire(timeout=max(0.0, deadline - clock.now()))
+            for _ in range(_MOST_STATEMENTS)
+        )
 
 
 class ClientGone(Exception):
@@ -147,6 +161,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        # Room for the next chunk: chDB formats it while the client takes the last one.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self.connection.settimeout(self.server.keep_alive_s)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -163,16 +179,17 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(None)
         self._body = _Body(self)
         try:
-            self._route()
-        except EngineError as error:
-            self._send_error(error)
+            try:
+                self._route()
+            except EngineError as error:
+                self._send_error(error)
         except (ClientGone, ConnectionError):
             self.close_connection = True
-        finally:
-            if not self._body.drained:
-                self.close_connection = True
-            if not self.close_connection:
-                self.connection.settimeout(self.server.keep_alive_s)
+        # What is left of a body that nobody read would be taken for the next request.
+        if not self._body.drained:
+            self.close_connection = True
+        if not self.close_connection:
+            self.connection.settimeout(self.server.keep_alive_s)
 
     def _route(self) -> None:
         url = urlsplit(self.path)
@@ -182,7 +199,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         self._authenticate(params)
         if url.path == IDENTITY_PATH:
-            self._send(200, json.dumps({"pid": os.getpid()}).encode())
+            # Whoever asks while the server closes waits for the next one.
+            pid = None if self.server.stopping.is_set() else os.getpid()
+            self._send(200, json.dumps({"pid": pid}).encode())
         elif url.path != "/":
             self._send(404, f"There is no handle {url.path}\n".encode())
         else:
@@ -227,7 +246,7 @@ class Handler(BaseHTTPRequestHandler):
                 sql, first = insert
                 data = _chain(first, pieces)
             else:
-                text = self._body.text(head, pieces).decode("utf-8", errors="surrogateescape")
+                text = _decoded(self._body.text(head, pieces))
                 sql = f"{sql}\n{text}" if sql and text else sql or text
         if not sql.strip():
             return None
@@ -436,6 +455,13 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise EngineError(f"the statement is not UTF-8: {error}. (BAD_ARGUMENTS)", 36) from error
+
+
 def _form_fields(content_type: str, body: bytes) -> dict[str, str]:
     message = BytesParser(policy=HTTP).parsebytes(
         b"Content-Type: " + content_type.encode() + b"\r\n\r\n" + body
@@ -446,7 +472,7 @@ def _form_fields(content_type: str, body: bytes) -> dict[str, str]:
         if part.get_filename() is not None:
             raise EngineError("external data is not supported. (NOT_IMPLEMENTED)", 48)
         content = part.get_payload(decode=True)
-        fields[str(name)] = content.decode() if isinstance(content, bytes) else str(content)
+        fields[str(name)] = _decoded(content) if isinstance(content, bytes) else str(content)
     return fields
 
 

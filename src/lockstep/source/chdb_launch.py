@@ -39,7 +39,9 @@ IDLE_S: Final = 60.0
 START_TIMEOUT_S: Final = 60.0
 _PING_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.02
-_MARKS_OF_CHDB: Final = ("metadata", "store", "status")
+_ROOM: Final = ".lockstep-server"
+# chDB takes its own marks away when it closes a folder without tables; ours stays.
+_MARKS_OF_CHDB: Final = ("metadata", "store", "status", _ROOM)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Room:
 
     def __init__(self, data_folder: Path) -> None:
         self.data_folder = data_folder
-        self.path = data_folder / ".lockstep-server"
+        self.path = data_folder / _ROOM
         self.card_path = self.path / "card.json"
         self.log_path = self.path / "server.log"
         self.stderr_path = self.path / "stderr.log"
@@ -186,6 +188,8 @@ def connect(
 def _data_folder(path: Path, *, create: bool) -> Path:
     """Raises: Invalid if `path` is not a chDB data folder and may not become one."""
     folder = Path(path).expanduser().resolve()
+    if "?" in str(folder):
+        raise Invalid(f'cannot open the chDB data folder {folder}: chDB takes what follows "?" for options')
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     if names.intersection(_MARKS_OF_CHDB):
         return folder
@@ -194,7 +198,7 @@ def _data_folder(path: Path, *, create: bool) -> Path:
             f"no chDB data folder at {folder}",
             hint="give the folder that was passed to chDB as its path; the database and the table follow it",
         )
-    if names - {".lockstep-server"}:
+    if names:
         raise Invalid(
             f"cannot create a chDB data folder at {folder}: it holds other files",
             hint="name an empty folder, or one that does not exist",

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -21,7 +23,7 @@ from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from lockstep.errors import LockstepError, Retryable
 from lockstep.runtime import SYSTEM_CLOCK, Clock, new_secret
@@ -124,7 +126,7 @@ class Server:
         except EngineError as error:
             raise Retryable(f"chDB cannot open {self._room.data_folder}: {error.text}") from error
         secret = new_secret()
-        self._http = HttpServer(self._engine, self._activity, secret, self._idle_s)
+        self._http = HttpServer(self._engine, self._activity, secret, self._idle_s, self._stopping)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(_TICK_S,), name="accept")
         self._thread.start()
         # chDB sets signal handlers of its own when it opens a folder: ours come after it.
@@ -142,8 +144,6 @@ class Server:
 
         Raises: Retryable naming the process.
         """
-        import fcntl
-
         status = self._room.data_folder / "status"
         if not status.exists():
             return
@@ -181,21 +181,29 @@ class Server:
                 quiet_s, uses = 0.0, self._activity.uses
                 continue
             quiet_s += _TICK_S
-            if quiet_s >= self._idle_s and self._lock_out_callers(0.0):
-                # A caller that held the lock until now has just used the server.
-                if self._activity.uses == uses:
-                    log.info("stopping: nobody needed this server for %g s", quiet_s)
-                    return
-                os.close(self._locks.pop())
+            if quiet_s >= self._idle_s and self._lock_callers_out(uses):
+                log.info("stopping: nobody needed this server for %g s", quiet_s)
+                return
 
-    def _lock_out_callers(self, wait_s: float) -> bool:
-        lock = self._room.lock_by("connect.lock", self._clock.now() + wait_s, self._clock)
-        if lock is not None:
-            self._locks.append(lock)
-        return lock is not None
+    def _lock_callers_out(self, uses: int) -> bool:
+        """Whether nobody came since `uses`, and nobody can come any more.
+
+        A caller asks the server for its name under this lock: either that counts as a use, or the caller
+        waits until this process has ended, and starts the next one.
+        """
+        lock = self._room.try_lock("connect.lock")
+        if lock is None:
+            return False
+        if self._activity.uses != uses:
+            os.close(lock)
+            return False
+        self._locks.append(lock)
+        return True
 
     def _stop_orphans(self) -> None:
-        for execution, client in self._activity.executions():
+        running = self._activity.executions()
+        self._killed &= {execution.tag for execution, _ in running}
+        for execution, client in running:
             if execution.cancellable and execution.tag not in self._killed and _is_gone(client):
                 self._kill(execution)
 
@@ -216,23 +224,18 @@ class Server:
 
         The locks stay held until the process has ended: the next server finds a closed folder.
         """
+        self._stopping.set()
         if self._room.path.exists():
-            if len(self._locks) == 1:
-                self._lock_out_callers(_GRACE_S)
             self._room.remove_card(os.getpid())
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
-        self._http.stopping.set()
         for execution, _ in self._activity.executions():
             self._kill(execution)
-        clean = self._http.wait_for_statements(_GRACE_S)
+        clean = self._http.wait_for_statements(self._clock.now() + _GRACE_S, self._clock)
         if clean:
             self._engine.close()
         log.info("closed%s", "" if clean else ", with statements still running")
-        logging.shutdown()
-        if not clean:
-            os._exit(1)
 
 
 def serve(folder: Path, idle_s: float, say: Any) -> None:
@@ -260,7 +263,13 @@ def _set_up_log(room: Room) -> None:
     log.setLevel(logging.INFO)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _allow_many_files() -> None:
+    """A table of many parts keeps many files open; the usual limit of 1024 is for programs with select."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m lockstep.source.chdb_server", description=__doc__)
     parser.add_argument("path", type=Path, help="the chDB data folder")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="end after this time without a client")
@@ -282,9 +291,18 @@ def main(arguments: list[str] | None = None) -> int:
     room = Room(options.path.resolve())
     room.make()
     _set_up_log(room)
-    serve(room.data_folder, options.idle_s, say)
-    return 0
+    _allow_many_files()
+    code = 1
+    try:
+        serve(room.data_folder, options.idle_s, say)
+        code = 0
+    except Exception:
+        log.exception("the server failed")
+    finally:
+        # The folder is closed. Unloading chDB takes seconds, and connections still wait for requests.
+        logging.shutdown()
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
