@@ -19,7 +19,7 @@ from pyiceberg.manifest import (
     ManifestFile,
 )
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import ADDED_RECORDS, Operation, Snapshot
+from pyiceberg.table.snapshots import ADDED_RECORDS, Operation, Snapshot, ancestors_of
 from pyiceberg.typedef import Record
 
 from lockstep.errors import Invalid
@@ -44,9 +44,10 @@ def plan_removal(builder: SnapshotBuilder, plan: Plan, files: Sequence[StagedFil
     head = _Head(builder)
     ids = {snapshot_id_of(commit) for commit in plan.replaces}
     wanted = _from_snapshots(ids)
-    found = sum(entry.data_file.record_count for entry in head.entries(wanted, ids))
-    recorded = _recorded_rows(builder.metadata, plan.replaces)
-    if found != recorded:
+    found: dict[int | None, int] = dict.fromkeys(ids, 0)
+    for entry in head.entries_of(ids):
+        found[entry.snapshot_id] += entry.data_file.record_count
+    if found != _recorded_rows(builder.metadata, plan.replaces):
         wanted = _whole_partition(builder, head, plan, files, ids)
     return head.without(wanted, replaced)
 
@@ -57,19 +58,20 @@ def _ledger_of(metadata: TableMetadata, commits: Sequence[str]) -> dict[str, Led
     return {commit: entry for commit, entry in entries.items() if entry is not None}
 
 
-def _recorded_rows(metadata: TableMetadata, commits: Sequence[str]) -> int | None:
-    """How many rows these commits have added and nobody has replaced; None where it is not known."""
-    total = 0
+def _recorded_rows(metadata: TableMetadata, commits: Sequence[str]) -> dict[int, int | None]:
+    """How many rows of each snapshot nobody has replaced; None where nothing tells it any more."""
+    rows: dict[int, int | None] = {}
     for commit in commits:
         entry = ledger_entry(metadata, commit)
-        if entry is not None:
-            total += entry.rows
-            continue
         snapshot = metadata.snapshot_by_id(snapshot_id_of(commit))
-        if snapshot is None or snapshot.summary is None:
-            return None
-        total += int(snapshot.summary.additional_properties.get(ADDED_RECORDS, 0))
-    return total
+        if entry is not None:
+            rows[entry.snapshot_id] = entry.rows
+        elif snapshot is not None and snapshot.summary is not None:
+            added = snapshot.summary.additional_properties.get(ADDED_RECORDS, "0")
+            rows[snapshot.snapshot_id] = int(added)
+        else:
+            rows[snapshot_id_of(commit)] = None
+    return rows
 
 
 Wanted = Callable[[ManifestEntry], bool]
@@ -91,11 +93,11 @@ class _Head:
         for manifest in _data_manifests(snapshot, self._io):
             yield from self._entries(manifest)
 
-    def entries(self, wanted: Wanted, ids: set[int]) -> Iterator[ManifestEntry]:
-        """The wanted entries of the head, where only manifests that may hold files of `ids` are read."""
+    def entries_of(self, ids: set[int]) -> Iterator[ManifestEntry]:
+        """The head's files that these snapshots added; only manifests that may hold one are read."""
         for manifest in _data_manifests(self._builder.parent, self._io):
             if manifest.added_snapshot_id in ids or manifest.has_existing_files():
-                yield from filter(wanted, self._entries(manifest))
+                yield from (entry for entry in self._entries(manifest) if entry.snapshot_id in ids)
 
     def without(self, wanted: Wanted, replaced: dict[str, LedgerEntry]) -> Removal:
         removed: list[DataFile] = []
@@ -152,25 +154,30 @@ def _whole_partition(
     Raises: Invalid with the reason.
     """
     here = _in_partitions(builder, plan, files)
-    metadata = builder.metadata
-    snapshot = builder.parent
-    while snapshot is not None:
-        live = {e.data_file.file_path: e for e in head.live(snapshot) if here(e)}
-        if all(entry.snapshot_id in ids for entry in live.values()):
+    oldest = None
+    for snapshot in ancestors_of(builder.parent, builder.metadata):
+        added_by = {entry.snapshot_id for entry in head.live(snapshot) if here(entry)}
+        if added_by <= ids:
             return here
-        parent_id = snapshot.parent_snapshot_id
-        parent = metadata.snapshot_by_id(parent_id) if parent_id is not None else None
-        before = {e.data_file.file_path for e in head.live(parent) if here(e)}
-        if not _adds_nothing_foreign(snapshot, live.keys() - before, parent is None, ids):
-            raise _not_ours(plan, snapshot, known=parent is not None or parent_id is None)
-        snapshot = parent
-    return here
+        if snapshot.snapshot_id in added_by - ids and not _keeps_rows(snapshot):
+            raise _refusal(
+                plan,
+                f"snapshot {snapshot.snapshot_id} put other rows into the same target partition, "
+                "and the earlier files were rewritten since",
+            )
+        oldest = snapshot
+    if oldest is None:
+        return here
+    raise _refusal(
+        plan,
+        f"the earlier files were rewritten, and the history before snapshot {oldest.snapshot_id} has "
+        "expired, so nothing shows whose rows are in the target partition",
+    )
 
 
-def _adds_nothing_foreign(snapshot: Snapshot, new: set[str], oldest: bool, ids: set[int]) -> bool:
-    if not new or snapshot.snapshot_id in ids:
-        return True
-    return not oldest and snapshot.summary is not None and snapshot.summary.operation == Operation.REPLACE
+def _keeps_rows(snapshot: Snapshot) -> bool:
+    """Whether a snapshot only put the same rows into other files, as compaction does."""
+    return snapshot.summary is not None and snapshot.summary.operation == Operation.REPLACE
 
 
 def _in_partitions(builder: SnapshotBuilder, plan: Plan, files: Sequence[StagedFile]) -> Wanted:
@@ -182,27 +189,14 @@ def _in_partitions(builder: SnapshotBuilder, plan: Plan, files: Sequence[StagedF
     if len(plan.partition_values) == len(spec.fields):
         partitions.append(to_record(plan.partition_values))
     if not partitions:
-        raise Invalid(
-            f"cannot replace partition {plan.partition} in {plan.target}: its earlier files were rewritten, "
-            "and it has no rows now that would tell where they were",
-            hint="delete the old rows in the target, then export with --on-existing append",
+        raise _refusal(
+            plan, "its earlier files were rewritten, and it has no rows now that tell where they were"
         )
     values = {partition_key(record) for record in partitions}
     return lambda e: e.data_file.spec_id != spec.spec_id or partition_key(e.data_file.partition) in values
 
 
-def _not_ours(plan: Plan, snapshot: Snapshot, *, known: bool) -> Invalid:
-    operation = snapshot.summary.operation.value if snapshot.summary else "unknown"
-    if known:
-        reason = (
-            f"snapshot {snapshot.snapshot_id} ({operation}) put other rows into the same target partition, "
-            "and the earlier files were rewritten since"
-        )
-    else:
-        reason = (
-            f"the earlier files were rewritten, and the history before snapshot {snapshot.snapshot_id} "
-            "has expired, so nothing shows whose rows are in the target partition"
-        )
+def _refusal(plan: Plan, reason: str) -> Invalid:
     return Invalid(
         f"cannot replace partition {plan.partition} in {plan.target}: {reason}",
         hint="nothing was changed; delete the old rows in the target, then export with --on-existing append",

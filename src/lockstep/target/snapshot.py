@@ -138,12 +138,11 @@ class SnapshotBuilder:
         self.snapshot_id = snapshot_id_of(commit_id)
         self.parent = self.metadata.snapshot_by_name(MAIN_BRANCH)
         self.parent_id = self.parent.snapshot_id if self.parent else None
-        # Iceberg wants the history in the order of time; our clock may lag behind another writer's.
-        self.timestamp_ms = max(
-            int(clock.now() * 1000),
-            self.metadata.last_updated_ms,
-            self.parent.timestamp_ms if self.parent else 0,
-        )
+        # Iceberg wants the history in the order of time, and our clock may lag behind another writer's. Not
+        # the same millisecond either: PyIceberg would then date the table by its own clock, before its head.
+        self.timestamp_ms = max(int(clock.now() * 1000), self.metadata.last_updated_ms + 1)
+        if self.parent is not None:
+            self.timestamp_ms = max(self.timestamp_ms, self.parent.timestamp_ms + 1)
         self._attempt = new_id()
         self._locations = table.location_provider()
         self._manifests_written = 0
