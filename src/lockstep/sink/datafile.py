@@ -74,7 +74,7 @@ class DataFileSink:
         groups = grouped(rows, self._fields) if self._fields else [((), rows)]
         for values, members in groups:
             self._check(values)
-            for piece in _pieces(members, self._options.group_bytes):
+            for piece in _pieces(members, self._options.piece_bytes):
                 self._add_piece(self._shape, values, piece)
 
     @property
@@ -196,6 +196,11 @@ class FileOptions:
     sort_order: Json
     schema: Json
 
+    @property
+    def piece_bytes(self) -> int:
+        """Rows that go into a file at once: what a row group and a file hold."""
+        return min(self.group_bytes, max(LEAST_GROUP_BYTES, self.file_bytes))
+
     @classmethod
     def of(cls, plan: Plan, stage: str) -> FileOptions:
         wanted = plan.properties
@@ -272,10 +277,10 @@ class _OpenFile:
         self._buffer.append(rows)
         self.buffered_bytes += rows.nbytes
         # Until the first row group shows how well rows pack, a group is no larger than a file.
-        most = self._options.group_bytes
-        if self._packing.ratio is None:
-            most = min(most, max(LEAST_GROUP_BYTES, self._options.file_bytes))
-        if self.buffered_bytes >= most:
+        options = self._options
+        if self.buffered_bytes >= (
+            options.piece_bytes if self._packing.ratio is None else options.group_bytes
+        ):
             self.write_group()
 
     def write_group(self) -> None:
