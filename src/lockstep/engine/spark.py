@@ -32,10 +32,13 @@ DEFAULTS: Final = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.scheduler.mode": "FAIR",
     "spark.python.worker.reuse": "true",
+    "spark.python.daemon.module": "lockstep.engine.daemon",
     # A cancelled task that does not end is killed with its thread and its Python worker.
     "spark.task.reaper.enabled": "true",
     "spark.task.reaper.killTimeout": "30s",
 }
+# With a local master nothing has to be reached from another machine.
+LOOPBACK: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 TASK_FAILURES: Final = 4
 
 RunTask = Callable[[Any], None]
@@ -48,11 +51,7 @@ class Engine:
         share_failpoint_state()
         self._session = _session(options, log)
         self.slots: int = max(1, self._session.sparkContext.defaultParallelism)
-        self.driver_host: str = str(
-            self._session.sparkContext.getConf().get("spark.driver.host", "127.0.0.1")
-            if not str(self._session.sparkContext.master).startswith("local")
-            else "127.0.0.1"
-        )
+        self.driver_host: str = str(self._session.conf.get("spark.driver.host", "127.0.0.1"))
 
     def submit(self, group: str, run_task: RunTask, assignments: Sequence[Any]) -> Future[None]:
         """Run each assignment in a Spark partition of its own; the future ends when all have.
@@ -112,6 +111,8 @@ def _session(options: Mapping[str, str], log: Path) -> SparkSession:
         return active
     settings = {**DEFAULTS, **{_spark_key(name): value for name, value in options.items()}}
     settings["spark.master"] = _with_task_failures(settings["spark.master"])
+    if settings["spark.master"].startswith("local"):
+        settings = {**LOOPBACK, **settings}
     conf = SparkConf().setAll(list(settings.items()))
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
