@@ -246,8 +246,8 @@ def test_one_batch_larger_than_a_file_makes_several_files(tmp_path):
 def test_a_sink_is_full_only_when_a_file_has_its_size(tmp_path):
     sink = sink_for(plan_for(tmp_path, NUMBERS, file_size_bytes=100_000))
     seen = []
-    for _ in range(20):
-        sink.add(numbers(0, 1000))
+    for n in range(100):
+        sink.add(numbers(n * 1000, 1000))
         seen.append(sink.full)
         if sink.pending_bytes >= 100_000:
             break

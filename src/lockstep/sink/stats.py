@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -171,6 +172,7 @@ class StatsBuilder:
             if leaf.kind in ("float", "double") and leaf.steps is not None and modes[leaf.field_id].counts
         }
         self._long_bounds: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        self._zeros: set[tuple[int, bool]] = set()
 
     def note(self, rows: pa.Table) -> None:
         """Count what the footer of this row group will not tell. Columns are in the order of the leaves."""
@@ -178,8 +180,9 @@ class StatsBuilder:
             if leaf.steps is None:
                 continue
             if leaf.field_id in self._nans:
-                column = _values(rows, leaf.steps)
-                self._nans[leaf.field_id] += sum(_count_nans(chunk) for chunk in column)
+                for chunk in _values(rows, leaf.steps):
+                    self._nans[leaf.field_id] += _count_nans(chunk)
+                    self._zeros |= {(leaf.field_id, negative) for negative in _signs_of_zero_ends(chunk)}
             elif leaf.kind in ("string", "binary") and self._modes[leaf.field_id].bounds:
                 column = list(_values(rows, leaf.steps))
                 if any(_longest(chunk) > FOOTER_BOUND_BYTES for chunk in column):
@@ -225,8 +228,13 @@ class StatsBuilder:
         bounds = [bound for at, chunk in enumerate(chunks) for bound in self._chunk_bounds(leaf, at, chunk)]
         if not bounds:
             return
-        lower = lower_bound(min(low for low, _ in bounds), leaf.type, mode.length)
-        upper = upper_bound(max(high for _, high in bounds), leaf.type, mode.length)
+        least, greatest = min(low for low, _ in bounds), max(high for _, high in bounds)
+        if leaf.field_id in self._nans:
+            # The footer has -0.0 as the least and 0.0 as the greatest zero, whichever were there.
+            least = 0.0 if least == 0 and (leaf.field_id, True) not in self._zeros else least
+            greatest = -0.0 if greatest == 0 and (leaf.field_id, False) not in self._zeros else greatest
+        lower = lower_bound(least, leaf.type, mode.length)
+        upper = upper_bound(greatest, leaf.type, mode.length)
         stats["lower_bounds"][key] = base64.b64encode(lower).decode()
         if upper is not None:
             stats["upper_bounds"][key] = base64.b64encode(upper).decode()
@@ -261,6 +269,15 @@ def _values(rows: pa.Table, steps: tuple[int, ...]) -> Iterable[pa.Array]:
 
 def _count_nans(values: pa.Array) -> int:
     return int(pc.sum(pc.is_nan(values), min_count=0).as_py())
+
+
+def _signs_of_zero_ends(values: pa.Array) -> set[bool]:
+    """Whether the zeros are negative, where a zero is the least or the greatest number."""
+    ends = pc.min_max(values).as_py()
+    if ends["min"] != 0 and ends["max"] != 0:
+        return set()
+    zeros = values.filter(pc.equal(values, 0)).to_numpy(zero_copy_only=False)
+    return {bool(negative) for negative in np.unique(np.signbit(zeros))}
 
 
 def _longest(values: pa.Array) -> int:
