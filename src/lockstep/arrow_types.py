@@ -199,9 +199,19 @@ def _first_misfit(array: pa.Array, want: pa.DataType, lossy: bool) -> int:
 def _shown(one: pa.Array) -> str:
     try:
         text = repr(one[0].as_py())
-    except (ValueError, OverflowError, UnicodeDecodeError):
-        text = str(one.view(pa.int64())[0]) if one.type.bit_width == 64 else "a value that is not valid"
+    except (ValueError, OverflowError):  # not UTF-8, or a date that Python does not have
+        text = _shown_raw(one)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _shown_raw(one: pa.Array) -> str:
+    if pa.types.is_dictionary(one.type):
+        return _shown_raw(one.dictionary.take(one.indices))
+    if _is_text(one.type):
+        return repr(one.cast(pa.large_binary())[0].as_py())
+    if pa.types.is_temporal(one.type):
+        return f"{one.cast(pa.int64())[0].as_py()} as {one.type}"
+    return "a value that cannot be shown"
 
 
 def _require_values(array: pa.Array, field: pa.Field, parents: pa.Array | None = None) -> None:
@@ -262,9 +272,29 @@ def _to_struct(array: pa.Array, want: pa.StructType, lossy: bool) -> pa.Array:
         else:
             child = pa.nulls(len(array), field.type)
         _require_values(child, field, array)
-        children.append(child)
+        children.append(_shown_through(child, field))
     mask = array.is_null() if array.null_count else None
     return pa.StructArray.from_arrays(children, fields=list(want), mask=mask)
+
+
+def _shown_through(array: pa.Array, field: pa.Field) -> pa.Array:
+    """The same array, where a required field shows what lies under its NULLs: the Parquet writer takes no
+    NULL there, not even inside of a struct that is NULL itself."""
+    return array if field.nullable or not array.null_count else _without_nulls(array)
+
+
+def _without_nulls(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(kind, _without_nulls(array.storage))
+    if pa.types.is_struct(kind):
+        children = [_shown_through(array.field(i), field) for i, field in enumerate(kind)]
+        return pa.StructArray.from_arrays(children, fields=list(kind))
+    if pa.types.is_map(kind):
+        return pa.MapArray.from_arrays(array.offsets, array.keys, array.items, type=kind)
+    if pa.types.is_list(kind):
+        return pa.ListArray.from_arrays(array.offsets, array.values, type=kind)
+    return pa.Array.from_buffers(kind, len(array), [None, *array.buffers()[1:]], offset=array.offset)
 
 
 def _to_list(array: pa.Array, want: pa.ListType, lossy: bool) -> pa.Array:
