@@ -26,6 +26,7 @@ from clickhouse_connect.driver.exceptions import DatabaseError, StreamFailureErr
 from urllib3.exceptions import ProtocolError
 
 from lockstep.errors import Invalid, Retryable
+from lockstep.runtime import SYSTEM_CLOCK
 from lockstep.source.chdb_launch import Card, Endpoint, Room, connect
 
 pytestmark = pytest.mark.servers
@@ -411,6 +412,7 @@ def test_a_copied_folder_gets_a_server_of_its_own(folder: Path, tmp_path: Path) 
         client.command("CREATE TABLE original (id UInt32) ENGINE = MergeTree ORDER BY id")
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy, symlinks=True)
+    assert Room(copy).read_card() is None, "the card of the other folder was believed"
     try:
         assert connect(copy).port != connect(folder).port
         assert card_of(copy).pid != card_of(folder).pid
@@ -445,6 +447,43 @@ def test_a_connect_while_the_server_closes_gets_one_that_answers(folder: Path) -
             assert client.command("SELECT 1") == 1
         os.kill(card_of(folder).pid, signal.SIGTERM)
         wait_until(lambda turns=turn: Room(folder).log_path.read_text().count("stopping") == turns)  # type: ignore[misc]
+
+
+def test_an_idle_server_does_not_end_while_a_caller_is_about_to_come(folder: Path) -> None:
+    connect(folder, create=True, idle_s=0.3)
+    pid = card_of(folder).pid
+    caller = Room(folder).lock_by("connect.lock", time.time() + 5, SYSTEM_CLOCK)
+    assert caller is not None
+    time.sleep(1.5)
+    assert not ended(pid)
+    assert card_of(folder).pid == pid
+
+    os.close(caller)
+    wait_until(lambda: ended(pid))
+
+
+def test_a_server_that_closes_does_not_give_its_name_any_more(folder: Path) -> None:
+    endpoint = connect(folder, create=True)
+    login = {"X-ClickHouse-User": endpoint.user, "X-ClickHouse-Key": endpoint.password}
+    asking = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=10)
+    busy = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=10)
+
+    def name() -> Any:
+        asking.request("GET", "/lockstep-server", headers=login)
+        return json.loads(asking.getresponse().read())["pid"]
+
+    pid = card_of(folder).pid
+    assert name() == pid
+    busy.request("POST", "/", b"SELECT sleepEachRow(3) FROM numbers(1)", login)
+    with open_client(endpoint) as client:
+        wait_until(lambda: running(client, "sleepEachRow") == 1)
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: Room(folder).read_card() is None)
+
+    assert name() is None
+    asking.close()
+    busy.close()
+    wait_until(lambda: ended(pid))
 
 
 def test_connects_at_the_moment_of_idling_never_get_a_dead_server(folder: Path) -> None:
