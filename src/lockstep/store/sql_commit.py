@@ -11,14 +11,14 @@ from sqlalchemy import Connection, bindparam, select, true
 from lockstep.errors import ErrorInfo, Fenced, Invalid, LockstepError, NoSuchJob
 from lockstep.job import PLAN_FORMAT, CommitLease, Event, Job, State, after
 from lockstep.store import CommitClaim
-from lockstep.store.sql_records import JobRow, Records, error_text
+from lockstep.store.sql_records import IS_COMMITTING, JobRow, Records, error_text
 from lockstep.store.sql_schema import jobs
 
 _ENDS: Final = frozenset({Event.COMMITTED, Event.FAIL, Event.KILL})
 _READY: Final = (
     select(jobs.c.job_id)
     .where(
-        jobs.c.state == State.COMMITTING.value,
+        IS_COMMITTING,
         jobs.c.commit_free_at <= bindparam("before"),
         jobs.c.plan_format <= PLAN_FORMAT,
     )

@@ -47,6 +47,7 @@ _IDS_PER_QUERY: Final = 500
 # Literals, not parameters: only with them can the database see that a partial index fits.
 IS_LEASED: Final = text("lockstep_tasks.state = 'leased'")
 IS_RETRYING: Final = text("lockstep_tasks.state = 'waiting' AND lockstep_tasks.free_at > 0")
+IS_COMMITTING: Final = text("lockstep_jobs.state = 'committing'")
 IS_RUNNABLE: Final = text("lockstep_jobs.state IN ('pending', 'running')")
 
 _JOB: Final = select(jobs).where(jobs.c.job_id == bindparam("job_id"))
@@ -130,7 +131,7 @@ class Records:
         for some in _batches(ids):
             for job_id, owner in conn.execute(_WORKERS, {"ids": some, "now": now}):
                 workers.setdefault(job_id, set()).add(owner)
-            retrying.update(conn.execute(_RETRYING, {"ids": some}).tuples().all())
+            retrying.update(conn.execute(_RETRYING, {"ids": some}).all())
         found = []
         for row in rows:
             known = frozen[row.job_id]

@@ -63,7 +63,12 @@ jobs: Final = Table(
     Column("commit_attempts", BigInteger, nullable=False),
     Column("error", Text),
     Index("lockstep_jobs_by_age", "created_at", "job_id"),
-    Index("lockstep_jobs_by_state", "state", "commit_free_at"),
+    Index(
+        "lockstep_jobs_committing",
+        "commit_free_at",
+        sqlite_where=text("state = 'committing'"),
+        postgresql_where=text("state = 'committing'"),
+    ),
     Index(
         "lockstep_jobs_runnable",
         "created_at",

@@ -27,6 +27,7 @@ from lockstep.job import (
 )
 from lockstep.store import Begun
 from lockstep.store.sql_records import (
+    IS_COMMITTING,
     IS_LEASED,
     JobRow,
     Records,
@@ -55,10 +56,11 @@ _CHUNKS_AFTER: Final = (
     .limit(_CHUNKS_PER_QUERY)
 )
 
+_ADD_CHUNKS: Final = insert(chunks)
 _ABANDON_COMMITS: Final = (
     update(jobs)
     .where(
-        jobs.c.state == State.COMMITTING.value,
+        IS_COMMITTING,
         jobs.c.commit_owner == bindparam("b_worker"),
         jobs.c.commit_free_at > bindparam("b_now"),
     )
@@ -302,7 +304,7 @@ class TaskVerbs(Records):
         if batch.packed:
             keys = {"job_id": task.job_id, "stage": task.stage, "idx": task.idx}
             conn.execute(
-                insert(chunks),
+                _ADD_CHUNKS,
                 [{**keys, "seq": task.chunks + i, "files": packed} for i, packed in enumerate(batch.packed)],
             )
         changes = {

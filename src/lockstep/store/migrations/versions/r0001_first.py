@@ -48,7 +48,14 @@ def upgrade() -> None:
         sa.Column("error", sa.Text),
     )
     op.create_index("lockstep_jobs_by_age", "lockstep_jobs", ["created_at", "job_id"])
-    op.create_index("lockstep_jobs_by_state", "lockstep_jobs", ["state", "commit_free_at"])
+    committing = sa.text("state = 'committing'")
+    op.create_index(
+        "lockstep_jobs_committing",
+        "lockstep_jobs",
+        ["commit_free_at"],
+        sqlite_where=committing,
+        postgresql_where=committing,
+    )
     runnable = sa.text("state IN ('pending', 'running')")
     op.create_index(
         "lockstep_jobs_runnable",

@@ -1,0 +1,179 @@
+"""What the tests of job stores share: a clock moved by hand, small jobs, and what must always hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.job import (
+    Event,
+    Fingerprint,
+    Holding,
+    Job,
+    Kind,
+    NewJob,
+    Piece,
+    Plan,
+    Progress,
+    StagedFile,
+    State,
+    TaskSpec,
+    TaskState,
+    after,
+)
+from lockstep.runtime import Clock
+from lockstep.store import Begun, CommitClaim, JobStore
+
+LEASE_S = 30.0
+
+
+class MovedClock:
+    """Stands still until somebody moves it."""
+
+    def __init__(self, at: float = 1_700_000_000.0) -> None:
+        self.at = at
+
+    def now(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Opens clients of one store. `url` lets another process open it too."""
+
+    url: str
+    open: Callable[[str, Clock], JobStore]
+    clock: MovedClock = field(default_factory=MovedClock)
+
+    def __call__(self, clock: Clock | None = None) -> JobStore:
+        return self.open(self.url, clock or self.clock)
+
+
+def new_plan(**changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "kind": Kind.EXPORT,
+        "source": "clickhouse://reader:${PASSWORD}@host:8123/db/events",
+        "target": "iceberg://lake/db.events",
+        "target_uuid": "3f8a",
+        "location": "/warehouse/db/events",
+        "schema": {"type": "struct", "fields": []},
+        "spec": {"spec-id": 0, "fields": []},
+        "sort_order": {"order-id": 0, "fields": []},
+        "columns": (),
+        "pin": {"parts": ["all_1_1_0"]},
+        "partition": "202401",
+    }
+    return Plan(**{**settings, **changes})
+
+
+def new_job(
+    job_id: str,
+    tasks: int = 1,
+    *,
+    scope: str | None = None,
+    pieces: Sequence[Piece] = (),
+    whole: bool = True,
+    beside: Sequence[str] = (),
+    **plan: Any,
+) -> NewJob:
+    return NewJob(
+        job_id,
+        f"request-{job_id}",
+        new_plan(**plan),
+        Holding(scope or f"scope-{job_id}", whole, tuple(pieces)),
+        [TaskSpec({"part": i}, rows=10, size_bytes=100) for i in range(tasks)],
+        frozenset(beside),
+    )
+
+
+def staged(name: str, rows: int = 10, column: int = 7) -> StagedFile:
+    print_of_rows = Fingerprint(rows, {"a": column, "b": 2**64 - 1})
+    return StagedFile(f"/warehouse/{name}.parquet", 100, rows, "crc", print_of_rows, (1,), {"bounds": "AA=="})
+
+
+def begin_task(store: JobStore, job_id: str, worker: str = "w1") -> Begun:
+    """Claim one task of a job and start an attempt."""
+    [claim] = store.claim(worker, 1, LEASE_S, {job_id})
+    return store.begin(claim.lease, LEASE_S)
+
+
+def run_task(store: JobStore, job_id: str, worker: str = "w1") -> None:
+    """Claim one task of a job, write one file, finish."""
+    begun = begin_task(store, job_id, worker)
+    name = f"{job_id}-{begun.lease.stage}-{begun.lease.index}-{begun.lease.epoch}"
+    store.finish(begun.lease, {"row": 10}, [staged(name)], Progress(10, 100))
+
+
+def take_commit(store: JobStore, job_id: str, worker: str = "w1") -> CommitClaim:
+    claim = store.claim_commit(worker, LEASE_S, {job_id})
+    assert claim is not None
+    return claim
+
+
+def job_in(store: JobStore, state: State, job_id: str = "job1", *, beside: Sequence[str] = ()) -> Job:
+    """A job of two tasks that has come to `state` by the verbs that lead there."""
+    store.create([new_job(job_id, 2, beside=beside)])
+    if state in (State.RUNNING, State.FAILED):
+        begin_task(store, job_id)
+    if state in (State.COMMITTING, State.COMPLETED):
+        run_task(store, job_id)
+        run_task(store, job_id)
+    if state is State.PAUSED:
+        store.pause(job_id)
+    if state in (State.FAILED, State.KILLED):
+        store.stop(job_id, Event.FAIL if state is State.FAILED else Event.KILL)
+    if state is State.COMPLETED:
+        store.end(take_commit(store, job_id).lease, Event.COMMITTED, snapshot_id=42)
+    job = store.read(job_id)
+    assert job.state is state
+    return job
+
+
+def moves(store: JobStore, job_id: str) -> list[str]:
+    """The events of the history that moved the job."""
+    return [entry.event for entry in store.history(job_id) if entry.event in set(Event)]
+
+
+def check_always_true(store: JobStore) -> None:
+    """What holds for every job at every time, whoever died in the middle of whatever."""
+    for job in store.list():
+        _check_history(store, job)
+        _check_counters(store, job)
+
+
+def _check_history(store: JobStore, job: Job) -> None:
+    """The history leads from its first entry to the state of today by allowed moves, with none left out."""
+    entries = store.history(job.job_id)
+    state, generation = State.PENDING, 1
+    assert entries[0].event == "create"
+    for entry in entries:
+        if entry.event in set(Event):
+            state_after = after(state, Event(entry.event))
+            assert state_after is not None, (job.job_id, entries)
+            state = state_after
+            generation += entry.event == Event.RETRY
+        assert (entry.state, entry.generation) == (state, generation), (job.job_id, entries)
+    assert (job.state, job.generation) == (state, generation), (job.job_id, entries)
+
+
+def _check_counters(store: JobStore, job: Job) -> None:
+    tasks = store.tasks(job.job_id, job.stage)
+    files = list(store.manifest(job.job_id, job.stage))
+    assert job.tasks_total == len(tasks)
+    assert job.tasks_done == sum(task.state is TaskState.DONE for task in tasks)
+    assert job.rows_done == sum(task.rows_done for task in tasks)
+    assert job.bytes_done == sum(task.bytes_done for task in tasks)
+    assert job.files == sum(task.files for task in tasks) == len(files)
+    assert len({file.path for file in files}) == len(files)
+    if job.stage == job.plan.stages[-1]:
+        assert job.fingerprint == sum((file.fingerprint for file in files), Fingerprint())
+    if job.state in (State.COMMITTING, State.COMPLETED):
+        assert job.tasks_done == job.tasks_total
+        assert job.stage == job.plan.stages[-1]
+    if job.state in (State.COMPLETED, State.FAILED, State.KILLED):
+        assert job.finished_at is not None
+        assert not any(task.owner for task in tasks)
