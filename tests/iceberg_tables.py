@@ -23,7 +23,6 @@ from lockstep.job import Fingerprint, Json, Kind, Plan, StagedFile, commit_id
 from lockstep.target import TargetTable
 from lockstep.target.iceberg import IcebergTarget
 
-ADDRESS = "iceberg://lake/db.events"
 SCHEMA: Json = {
     "type": "struct",
     "fields": [
@@ -60,19 +59,21 @@ class MovedClock:
 class Lake:
     """A SQL catalog in a folder, the target under test, and the table as PyIceberg alone sees it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "lake") -> None:
         self.folder = folder
+        self.name = name
+        self.address = f"iceberg://{name}/db.events"
         uri, warehouse = f"sqlite:///{folder}/catalog.db", f"file://{folder}/lake"
         properties = {"type": "sql", "uri": uri, "warehouse": warehouse}
-        self.config = Config(root=folder, store_url="", spark={}, catalogs={"lake": properties}, storage={})
-        self.catalog = SqlCatalog("lake", uri=uri, warehouse=warehouse)
+        self.config = Config(root=folder, store_url="", spark={}, catalogs={name: properties}, storage={})
+        self.catalog = SqlCatalog(name, uri=uri, warehouse=warehouse)
         self.clock = MovedClock()
         self.target = self.open()
         self._files = 0
 
     def open(self) -> IcebergTarget:
         """The same table, as another process would open it."""
-        return IcebergTarget(ADDRESS, self.config, self.clock)
+        return IcebergTarget(self.address, self.config, self.clock)
 
     def create(self, spec: Json = UNPARTITIONED, schema: Json = SCHEMA, version: int = 2) -> TargetTable:
         if version == 2:
@@ -129,7 +130,7 @@ class Lake:
         fields: dict[str, Any] = {
             "kind": Kind.EXPORT,
             "source": "parquet:/nowhere",
-            "target": ADDRESS,
+            "target": self.address,
             "target_uuid": head.uuid,
             "location": head.location,
             "schema": head.schema,

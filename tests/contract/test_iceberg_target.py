@@ -37,7 +37,7 @@ from lockstep.target.snapshot import (
     partition_key,
     partition_reader,
 )
-from tests.iceberg_tables import ADDRESS, BY_REGION, SCHEMA, UNPARTITIONED, UNSORTED, Lake, by_identity
+from tests.iceberg_tables import BY_REGION, SCHEMA, UNPARTITIONED, UNSORTED, Lake, by_identity
 
 OURS = commit_id("ours", 1)
 
@@ -717,13 +717,13 @@ def test_an_address_without_a_table_is_refused(lake, address: str) -> None:
 
 def test_a_catalog_that_does_not_answer_is_retryable(lake) -> None:
     catalog = {"type": "rest", "uri": "http://127.0.0.1:9"}
-    broken = IcebergTarget(ADDRESS, _with_catalog(lake, catalog))
+    broken = IcebergTarget(lake.address, _with_catalog(lake, catalog))
     with pytest.raises(Retryable, match="does not answer"):
         broken.load()
 
 
 def test_a_catalog_that_is_not_configured_right_is_refused(lake) -> None:
-    broken = IcebergTarget(ADDRESS, _with_catalog(lake, {"type": "no-such-type"}))
+    broken = IcebergTarget(lake.address, _with_catalog(lake, {"type": "no-such-type"}))
     with pytest.raises(Invalid, match="not configured right"):
         broken.exists()
 
@@ -731,7 +731,7 @@ def test_a_catalog_that_is_not_configured_right_is_refused(lake) -> None:
 def test_a_fresh_folder_needs_no_preparation(lake) -> None:
     uri = f"sqlite:///{lake.folder}/not/yet/there/catalog.db"
     fresh = {"type": "sql", "uri": uri, "warehouse": f"file://{lake.folder}/not/yet/lake"}
-    target = IcebergTarget(ADDRESS, _with_catalog(lake, fresh))
+    target = IcebergTarget(lake.address, _with_catalog(lake, fresh))
     assert not target.exists()
     assert target.create(SCHEMA, UNPARTITIONED, UNSORTED).location.startswith("file://")
 
