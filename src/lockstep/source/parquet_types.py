@@ -79,6 +79,8 @@ def exact_type(kind: pa.DataType) -> Exact:
             {"type": "list", "element-id": 0, "element-required": not kind.value_field.nullable},
             {"element": kind.value_type},
         )
+    if pa.types.is_null(kind):
+        return Exact(None, "it was written without any value, so its type is unknown")
     if pa.types.is_duration(kind):
         return Exact(None, "Iceberg has no durations")
     return Exact(None, "Iceberg has no such type")
