@@ -22,7 +22,7 @@ from lockstep.cli.render import (
     state_span,
 )
 from lockstep.cli.running import INTERRUPTED, Interrupted, work
-from lockstep.cli.session import Answer, Session, command
+from lockstep.cli.session import Answer, Session, command, nothing_created
 from lockstep.config import parse_duration, parse_size, redact
 from lockstep.job import Job, State
 from lockstep.view import job_document, rows_per_s
@@ -100,7 +100,8 @@ def export(
         deadline_s=deadline_s,
         pin=not no_pin,
     )
-    planned = plan_export(request, session.config, session.store, session.clock, dry_run=dry_run)
+    with nothing_created():
+        planned = plan_export(request, session.config, session.store, session.clock, dry_run=dry_run)
     if dry_run:
         return _show_plan(session, planned, target)
     _announce(session, planned, target)

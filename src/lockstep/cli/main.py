@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +44,7 @@ COMMANDS: Final = {
     "worker": "worker",
     "partitions": "partitions",
     "doctor": "doctor",
+    "demo": "demo",
 }
 """Command to module of lockstep.cli; the function has the command's name."""
 
@@ -88,12 +91,20 @@ def lockstep(
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script: never returns, and shows no traceback of an error that was raised on purpose."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" not in given and not os.environ.get(DEBUG_VARIABLE):
+        _quiet_libraries()
     code = run(given)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _mute_standard_output()
     sys.exit(code)
+
+
+def _quiet_libraries() -> None:
+    """What a person has to know is said by us, once; what libraries log and warn about beside it is noise."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    warnings.simplefilter("ignore")
 
 
 def run(arguments: list[str]) -> int:
@@ -146,7 +157,7 @@ def _unexpected(error: Exception, as_json: bool) -> int:
 
 def _keep_traceback() -> Path:
     text = f"{rfc3339(SYSTEM_CLOCK.now())} lockstep {' '.join(sys.argv[1:2])}\n{traceback.format_exc()}\n"
-    for folder in (Path.cwd() / STATE_FOLDER, Path(tempfile.gettempdir())):
+    for folder in (Path(STATE_FOLDER), Path(tempfile.gettempdir())):
         path = folder / "lockstep-errors.log"
         try:
             if folder.is_dir():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.cli.render import Grid, Span, number, plural, size
-from lockstep.cli.session import Session, command
+from lockstep.cli.session import Session, command, nothing_created
 from lockstep.config import expand, redact
 
 if TYPE_CHECKING:
@@ -25,12 +26,11 @@ def partitions(
     from lockstep.exporter import absolute_address
     from lockstep.source import open_source
 
-    opened = open_source(expand(absolute_address(source), session.config), session.config)
-    try:
+    with nothing_created(), ExitStack() as closing:
+        opened = open_source(expand(absolute_address(source), session.config), session.config)
+        closing.callback(opened.close)
         table = opened.describe()
         found = opened.partitions()
-    finally:
-        opened.close()
     document = {
         "source": redact(source),
         "table": table.name,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.25
 PLAIN_EVERY_S: Final = 5.0
+PLAIN_SILENCE_S: Final = 60.0
 WINDOW_S: Final = 8.0
 BAR: Final = 28
 MOST_BARS: Final = 12
@@ -65,7 +66,7 @@ class ProgressView:
         self._screen = screen
         self._clock = clock
         self._paces: dict[str, Pace] = {}
-        self._said: dict[str, tuple[State, float]] = {}
+        self._said: dict[str, tuple[State, int, float]] = {}
         self._live: Live | None = None
         self._jobs: Sequence[Job] = ()
 
@@ -153,11 +154,11 @@ class ProgressView:
 
     def _plain_lines(self, now: float) -> None:
         for job in self._jobs:
-            state, at = self._said.get(job.job_id, (None, 0.0))
-            moving = job.state is State.RUNNING and now - at >= PLAIN_EVERY_S
-            if state is job.state and not moving:
+            state, rows, at = self._said.get(job.job_id, (None, 0, 0.0))
+            patience_s = PLAIN_EVERY_S if job.rows_done != rows else PLAIN_SILENCE_S
+            if state is job.state and (state is not State.RUNNING or now - at < patience_s):
                 continue
-            self._said[job.job_id] = (job.state, now)
+            self._said[job.job_id] = (job.state, job.rows_done, now)
             total = number(job.plan.rows) if job.plan.rows is not None else NOTHING
             self._screen.print(
                 f"{_label(job)}: {job.state.value} {percent(progress(job))}, "

@@ -146,7 +146,7 @@ def plain_lines(part: Grid | Line | str) -> list[str]:
     if part.footer:
         rows.append([_plain(cell) for cell in part.footer])
     widths = [max(len(row[i]) for row in rows) for i in range(len(part.columns))]
-    lines = [part.title] if part.title else []
+    lines = [safe(part.title)] if part.title else []
     for row in rows:
         cells = (
             cell.rjust(width) if name.startswith(">") else cell.ljust(width)

@@ -11,7 +11,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ import typer
 
 from lockstep.cli.render import Grid, Line, Screen
 from lockstep.config import Config, load_config
-from lockstep.errors import Conflict, LockstepError, NoSuchJob
+from lockstep.errors import Conflict, Invalid, LockstepError, NoSuchJob
 from lockstep.job import Job
 from lockstep.runtime import SYSTEM_CLOCK, Clock
 
@@ -121,6 +122,17 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+@contextmanager
+def nothing_created() -> Iterator[None]:
+    """Where a server that does not answer means the same to a script as a wrong request: exit code 2."""
+    try:
+        yield
+    except LockstepError as error:
+        if error.exit_code == LockstepError.exit_code:
+            error.exit_code = Invalid.exit_code
+        raise
 
 
 @functools.cache
