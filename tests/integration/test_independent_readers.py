@@ -125,6 +125,8 @@ def test_spark_reads_and_writes_a_fenced_table_as_before(lake) -> None:
     lake.open().fence(lake.open().load(), OURS)
     assert lake.seen_by_spark() == [1]
     assert [row["name"] for row in lake.spark("SELECT name FROM lake.db.events.refs")] == ["main"]
+    assert len(lake.spark("SELECT * FROM lake.db.events.history")) == 1
+    assert dict(lake.spark("SELECT summary FROM lake.db.events.snapshots")[-1]["summary"])["lockstep.fenced"]
     lake.spark("INSERT INTO lake.db.events VALUES (3, 'eu', 1.5)")
     lake.publish("after", region(lake, [4]))
     assert lake.seen_by_spark() == [1, 3, 4]

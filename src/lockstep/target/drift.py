@@ -75,9 +75,14 @@ def _type_name(kind: Any) -> str:
 
 def _layout(what: str, then: Json, now: Json, schema: Json) -> Iterator[str]:
     # The id of a spec or an order may change while its fields stay: then the files fit as they are.
-    if then["fields"] != now["fields"]:
+    if _essence(then) != _essence(now):
         names = _names(schema["fields"], "")
         yield f"the {what} was ({_terms(then, names)}) and is ({_terms(now, names)}) now"
+
+
+def _essence(layout: Json) -> list[tuple[Any, ...]]:
+    keys = ("source-id", "field-id", "transform", "name", "direction", "null-order")
+    return [tuple(field.get(key) for key in keys) for field in layout["fields"]]
 
 
 def _names(fields: list[Json], prefix: str) -> dict[int, str]:
