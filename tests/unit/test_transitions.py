@@ -75,8 +75,8 @@ def fire(store: JobStore, job: Job, event: Event) -> None:
             store.finish(lease, {"row": 10}, [], Progress(10, 100))
     elif job.state is State.COMMITTING or event is Event.COMMITTED:
         claim = store.claim_commit("w2", LEASE_S, {job.job_id})
-        lease = claim.lease if claim is not None else CommitLease(job.job_id, job.generation, 1, "w1")
-        store.end(lease, event, snapshot_id=42)
+        commit = claim.lease if claim is not None else CommitLease(job.job_id, job.generation, 1, "w1")
+        store.end(commit, event, snapshot_id=42)
     else:
         store.stop(job.job_id, event)
 
