@@ -236,6 +236,7 @@ def test_many_files_are_spread_over_manifests_and_none_is_lost(lake, monkeypatch
     assert found == [file.path for file in files]
 
 
+@pytest.mark.servers
 def test_two_processes_at_the_same_instant_publish_every_commit_once(lake) -> None:
     lake.create()
     module = "tests.contract.publish_in_a_loop"
@@ -443,15 +444,34 @@ def test_replace_swaps_the_rows_of_the_earlier_commit_in_one_snapshot(lake, vers
     assert Path(stale.path.removeprefix("file://")).exists()
 
 
-def test_replace_keeps_sequence_numbers_and_origins_of_the_other_files(lake) -> None:
+def test_replace_keeps_sequence_numbers_and_origins_of_the_files_beside_it(lake) -> None:
     lake.create(BY_REGION)
-    together = lake.publish("together", region(lake, [1]), region(lake, [2]))
-    lake.publish("other", region(lake, [3]))
-    lake.publish("newer", region(lake, [9]), replaces=[together])
-    lake.publish("newest", region(lake, [4]), replaces=[commit_id("newer", 1)])
+    earlier = lake.publish("earlier", region(lake, [1]))
+    other = lake.publish("other", region(lake, [2]))
+    merge = {"commit.manifest-merge.enabled": "true", "commit.manifest.min-count-to-merge": "2"}
+    lake.catalog.commit_table(lake.table(), (), (SetPropertiesUpdate(updates=merge),))
+    rows = lake.table().schema().as_arrow()
+    lake.table().append(rows.empty_table().from_pylist([{"id": 3, "region": "eu"}], schema=rows))
+    foreign = lake.table().current_snapshot()
+    assert foreign is not None
+    assert len(foreign.manifests(lake.table().io)) == 1
+
+    newer = lake.publish("newer", region(lake, [9]), replaces=[earlier])
     live = {entry.snapshot_id: entry.sequence_number for entry in live_entries(lake)}
-    assert live == {snapshot_id_of(commit_id("other", 1)): 2, snapshot_id_of(commit_id("newest", 1)): 4}
-    assert lake.ids() == [3, 4]
+    assert live == {snapshot_id_of(other): 2, foreign.snapshot_id: 3, snapshot_id_of(newer): 4}
+    assert lake.ids() == [2, 3, 9]
+
+
+def test_manifests_without_a_live_file_go_with_the_next_commit(lake) -> None:
+    lake.create(BY_REGION)
+    earlier = lake.publish("earlier", region(lake, [1]))
+    lake.publish("newer", region(lake, [1, 2]), replaces=[earlier])
+    lake.publish("next", region(lake, [3]))
+    snapshot = lake.table().current_snapshot()
+    assert snapshot is not None
+    manifests = snapshot.manifests(lake.table().io)
+    assert [manifest.deleted_files_count for manifest in manifests] == [0, 0]
+    assert lake.ids() == [1, 2, 3]
 
 
 def test_replace_works_after_the_earlier_snapshot_has_expired(lake) -> None:
