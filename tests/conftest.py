@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from tests import readers
+from tests.lab import Lab
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,32 @@ def read_with_spark(spark: readers.SparkReader) -> Callable[[str], pa.Table]:
 def read_with_duckdb() -> Callable[[str], pa.Table]:
     """All rows that DuckDB's own Iceberg reader finds from a metadata location. Fast: needs no server."""
     return readers.read_with_duckdb
+
+
+@pytest.fixture(scope="session")
+def chdb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One embedded ClickHouse for all tests that run real processes; it ends by itself when idle."""
+    return tmp_path_factory.mktemp("chdb") / "data"
+
+
+@pytest.fixture
+def lab(tmp_path: Path, chdb_folder: Path) -> Iterator[Lab]:
+    """A store, a lake and a source database of the test's own."""
+    lab = Lab(tmp_path, chdb_folder)
+    yield lab
+    lab.close()
+
+
+@pytest.fixture(scope="session")
+def manned_lab(tmp_path_factory: pytest.TempPathFactory, chdb_folder: Path) -> Iterator[Lab]:
+    """A lab with a worker that lives through the whole session, for tests that kill no process.
+
+    Each test takes names of its own for its source and its target.
+    """
+    lab = Lab(tmp_path_factory.mktemp("manned"), chdb_folder)
+    with lab.started("worker"):
+        yield lab
+    lab.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -42,6 +43,11 @@ def open_clickhouse(path: Path) -> Client:
     )
 
 
+def _die_with_parent() -> None:
+    """A test run that is itself killed leaves no worker behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 class Lab:
     """A working folder with `lockstep.toml`; each test has its own store and lake, and shares one chDB."""
 
@@ -53,6 +59,10 @@ class Lab:
         self.config = load_config(folder / "lockstep.toml")
         self.database = f"lab_{folder.name.replace('-', '_')}"
         self.clickhouse.command(f"CREATE DATABASE IF NOT EXISTS {self.database}")
+
+    def close(self) -> None:
+        self.clickhouse.command(f"DROP DATABASE {self.database} SYNC")
+        self.clickhouse.close()
 
     # The source
 
@@ -133,6 +143,7 @@ class Lab:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         try:
             yield process
@@ -154,8 +165,13 @@ class Lab:
     def store(self) -> JobStore:
         return open_store(self.config.store_url)
 
-    def jobs(self) -> list[Job]:
-        return self.store().list()
+    def jobs(self, target: str | None = None) -> list[Job]:
+        return [job for job in self.store().list() if target in {None, job.plan.target.rpartition("/")[2]}]
+
+    def wait_for_end(self, job_id: str, timeout_s: float = 90) -> Job:
+        """Wait for a worker in another process to end the job."""
+        self.wait_until(lambda: not self.store().read(job_id).state.live, timeout_s)
+        return self.store().read(job_id)
 
     def wait_for_state(self, *states: State, timeout_s: float = 60) -> Job:
         """The first job that reaches one of these states."""
@@ -206,5 +222,5 @@ class Lab:
         """The target holds the source's rows once each, in one snapshot per completed job."""
         assert self.target_rows(target) == self.source_rows(table)
         assert len(self.lineage(target)) == jobs
-        completed = [job for job in self.jobs() if job.state is State.COMPLETED]
+        completed = [job for job in self.jobs(target) if job.state is State.COMPLETED]
         assert sorted(self.lineage(target)) == sorted(job.snapshot_id or 0 for job in completed)

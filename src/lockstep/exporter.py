@@ -361,7 +361,7 @@ class _Planner:
         return match_columns(
             self.table,
             head.schema,
-            by=self.request.match,
+            by="position" if self.request.match == "position" else "name",
             allow_lossy=self.request.allow_lossy,
             ignore_extra=self.request.ignore_extra,
         )

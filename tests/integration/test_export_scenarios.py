@@ -1,0 +1,233 @@
+"""A source in motion, rivals and repeated requests: what a user sees of an export when things move."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockstep.job import Event, Job, State
+from tests.lab import COMMAND, Lab
+
+pytestmark = pytest.mark.servers
+
+_numbers = itertools.count(1)
+
+
+class Case:
+    """A source table and a target of one test's own, in a lab that it shares with others."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.table = f"events_{next(_numbers)}"
+        self.target = f"db.{self.table}"
+
+    def arguments(self, *options: str) -> tuple[str, ...]:
+        return ("export", self.lab.source(self.table), f"iceberg://lake/{self.target}", *options)
+
+    def detached(self, *options: str) -> list[str]:
+        """Ask for an export and leave it to the workers; answers the job ids."""
+        document = self.lab.document(*self.arguments("--all", "--create", "--detach", *options))
+        return [job["job_id"] for job in document["jobs"]]
+
+    def finish(self) -> list[Job]:
+        return [self.lab.wait_for_end(job.job_id) for job in self.lab.jobs(self.target)]
+
+
+@pytest.fixture
+def case(manned_lab: Lab) -> Case:
+    case = Case(manned_lab)
+    manned_lab.make_events(case.table, parts=3)
+    return case
+
+
+@pytest.fixture
+def unmanned(lab: Lab) -> Case:
+    """The same in a lab without a worker: nothing runs until the test starts one."""
+    case = Case(lab)
+    lab.make_events(case.table, parts=3)
+    return case
+
+
+def test_an_export_equals_the_source_for_spark_and_duckdb(case: Case, read_with_spark: object) -> None:
+    case.detached()
+    (job,) = case.finish()
+    assert job.state is State.COMPLETED
+    case.lab.assert_exact(table=case.table, target=case.target)
+    rows = read_with_spark(case.lab.table(case.target).metadata_location)  # type: ignore[operator]
+    picked = rows.select(["id", "name", "amount", "note"]).sort_by("id").to_pylist()
+    assert [tuple(row.values()) for row in picked] == case.lab.source_rows(case.table)
+
+
+def test_what_was_there_when_the_job_was_created_is_exported_whatever_moves_afterwards(
+    unmanned: Case,
+) -> None:
+    lab, table = unmanned.lab, unmanned.table
+    before = lab.source_rows(table)
+    unmanned.detached()
+    lab.sql(f"SYSTEM START MERGES {lab.database}.{table}")
+    lab.sql(f"INSERT INTO {table} SELECT number + 90000, '2024-01-05', 'later', 1, NULL FROM numbers(10)")
+    lab.sql(f"OPTIMIZE TABLE {table} FINAL")
+    lab.sql(f"ALTER TABLE {table} UPDATE name = 'changed' WHERE id % 2 = 0 SETTINGS mutations_sync = 2")
+    lab.sql(f"DELETE FROM {table} WHERE id % 3 = 0")
+    lab.sql(f"ALTER TABLE {table} MODIFY TTL ts + INTERVAL 1 DAY")
+    lab.sql(f"OPTIMIZE TABLE {table} FINAL")
+    assert lab.source_rows(table) != before
+    lab.ok("worker", "--once")
+    assert lab.target_rows(unmanned.target) == before
+    assert lab.pins() == []
+
+
+def test_rows_inserted_after_the_job_was_created_come_with_the_next_replace(case: Case) -> None:
+    lab, table = case.lab, case.table
+    before = lab.source_rows(table)
+    case.detached()
+    lab.sql(f"INSERT INTO {table} SELECT number + 90000, '2024-01-05', 'later', 1, NULL FROM numbers(10)")
+    case.finish()
+    assert lab.target_rows(case.target) == before
+    case.detached("--on-existing", "replace")
+    case.finish()
+    lab.assert_exact(jobs=2, table=table, target=case.target)
+
+
+def test_a_dropped_source_returns_at_once_and_the_job_completes_from_its_pin(unmanned: Case) -> None:
+    lab = unmanned.lab
+    before = lab.source_rows(unmanned.table)
+    unmanned.detached()
+    lab.sql(f"DROP TABLE {unmanned.table} SYNC")
+    lab.ok("worker", "--once")
+    assert lab.target_rows(unmanned.target) == before
+    assert lab.pins() == []
+
+
+def test_a_corrupt_part_fails_the_job_names_the_part_and_publishes_nothing(case: Case) -> None:
+    lab = case.lab
+    parts = lab.clickhouse.query(
+        "SELECT name, path FROM system.parts WHERE active AND database = {db:String} AND table = {t:String}",
+        parameters={"db": lab.database, "t": case.table},
+    ).result_rows
+    name, path = sorted(parts)[1]
+    victim = Path(path) / "name.bin"
+    body = bytearray(victim.read_bytes())
+    body[len(body) // 2] ^= 0xFF
+    victim.write_bytes(body)
+    case.detached()
+    (job,) = case.finish()
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert job.error.cls == "Corrupt"
+    assert name in job.error.message
+    assert lab.lineage(case.target) == []
+
+
+def test_the_same_partition_asked_for_twice_at_once_is_one_job_and_one_conflict(unmanned: Case) -> None:
+    lab = unmanned.lab
+    lab.ok(*unmanned.arguments("--all", "--create", "--detach"))
+    (first,) = lab.jobs()
+    lab.store().stop(first.job_id, Event.KILL)
+    command = [COMMAND, *unmanned.arguments("--partition", "202401", "--detach", "--json")]
+    twins = [
+        subprocess.Popen(command, cwd=lab.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    codes = sorted(twin.wait(timeout=60) for twin in twins)
+    for twin in twins:
+        twin.communicate()
+    assert codes == [0, 3]
+    assert len([job for job in lab.jobs() if job.state.live]) == 1
+    assert len(lab.pins()) == 2, "the refused twin has left its pin, or the killed job's pin is gone early"
+
+
+def test_replace_while_the_first_job_is_in_flight_leaves_the_rows_there_once(unmanned: Case) -> None:
+    lab = unmanned.lab
+    (first,) = unmanned.detached()
+    refused = lab.run(*unmanned.arguments("--all", "--on-existing", "append", "--detach"))
+    assert refused.returncode == 3
+    assert first in refused.stderr
+    (second,) = unmanned.detached("--on-existing", "replace")
+    assert lab.store().read(first).state is State.KILLED
+    lab.ok("worker", "--once")
+    assert lab.store().read(second).state is State.COMPLETED
+    lab.assert_exact(table=unmanned.table, target=unmanned.target)
+
+
+def test_replace_fences_a_first_job_that_sleeps_in_its_commit(unmanned: Case) -> None:
+    lab = unmanned.lab
+    with lab.started(
+        *unmanned.arguments("--all", "--create"), failpoints="commit.before_publish=sleep:30"
+    ) as first:
+        job = lab.wait_for_state(State.COMMITTING)
+        lab.wait_until(lambda: lab.store().read(job.job_id).commit_attempts == 1)
+        lab.ok(*unmanned.arguments("--all", "--on-existing", "replace"))
+        assert first.wait(timeout=60) == 4
+    assert lab.store().read(job.job_id).state is State.KILLED
+    lab.assert_exact(table=unmanned.table, target=unmanned.target)
+
+
+def test_append_adds_the_rows_again_and_replace_makes_them_one(case: Case) -> None:
+    lab = case.lab
+    rows = lab.source_rows(case.table)
+    case.detached()
+    case.finish()
+    assert lab.run(*case.arguments("--all", "--detach")).returncode == 3
+    assert lab.document(*case.arguments("--all", "--on-existing", "skip", "--detach"))["jobs"] == []
+    case.detached("--on-existing", "append")
+    case.finish()
+    assert lab.target_rows(case.target) == sorted([*rows, *rows])
+    case.detached("--on-existing", "replace")
+    case.finish()
+    assert lab.target_rows(case.target) == rows
+    assert len(lab.lineage(case.target)) == 3
+
+
+def test_a_part_and_its_partition_conflict_and_skip_exports_the_rest(case: Case) -> None:
+    lab = case.lab
+    parts = [
+        part["name"]
+        for partition in lab.document("partitions", lab.source(case.table), "--parts")["partitions"]
+        for part in partition["parts"]
+    ]
+    one = lab.document(*case.arguments("--part", parts[0], "--create", "--detach"))["jobs"][0]["job_id"]
+    refused = lab.run(*case.arguments("--partition", "202401", "--detach"))
+    assert refused.returncode == 3
+    assert one in refused.stderr
+    case.finish()
+    assert len(lab.target_rows(case.target)) == 1000
+    case.detached("--on-existing", "skip")
+    case.finish()
+    lab.assert_exact(jobs=2, table=case.table, target=case.target)
+    assert lab.run(*case.arguments("--part", parts[1], "--detach")).returncode == 3
+
+
+def test_a_worker_that_slept_longer_than_its_lease_changes_nothing_when_it_wakes(unmanned: Case) -> None:
+    lab = unmanned.lab
+    unmanned.detached("--file-size", "30KB")
+    with lab.started("worker", failpoints="write.after_file=sleep:12") as sleeper:
+        lab.wait_until(lambda: any(task.attempts for task in lab.store().tasks(lab.jobs()[0].job_id)))
+        os.killpg(sleeper.pid, signal.SIGSTOP)
+        lab.ok("worker", "--once")
+        job = lab.jobs()[0]
+        assert job.state is State.COMPLETED
+        os.killpg(sleeper.pid, signal.SIGCONT)
+        assert sleeper.poll() is None
+        lab.document("jobs")
+        sleeper.send_signal(signal.SIGINT)
+        sleeper.wait(timeout=60)
+    assert lab.store().read(job.job_id) == job
+    lab.assert_exact(table=unmanned.table, target=unmanned.target)
+
+
+def test_a_paused_job_stops_keeps_its_checkpoint_and_goes_on(unmanned: Case) -> None:
+    lab = unmanned.lab
+    (job_id,) = unmanned.detached()
+    lab.ok("pause", job_id)
+    lab.ok("worker", "--once")
+    assert lab.store().read(job_id).state is State.PAUSED
+    assert lab.lineage(unmanned.target) == []
+    lab.ok("resume", job_id)
+    lab.ok("worker", "--once")
+    lab.assert_exact(table=unmanned.table, target=unmanned.target)
