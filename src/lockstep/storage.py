@@ -91,12 +91,14 @@ class Writer(Protocol):
 class Storage:
     """All that is read and written outside the catalog and the store.
 
-    `options` maps a URL prefix (`s3://bucket`) to obstore's own options; the longest prefix wins.
+    `options` maps a URL prefix (`s3://bucket`) to obstore's own options; the longest prefix wins. Those of the
+    HTTP client (`timeout`, `connect_timeout`, …) and of retries (`max_retries`, `retry_timeout` and the
+    backoffs in seconds) stand beside those of the store.
     """
 
     def __init__(self, options: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self._options = dict(options or {})
-        self._stores: dict[str, S3Store] = {}
+        self._stores: dict[tuple[str, str], S3Store] = {}
 
     def create(self, url: str) -> Writer:
         """Begin a file under a new name, with the folders above it.
@@ -195,13 +197,16 @@ class Storage:
 
     def _object(self, url: str) -> tuple[S3Store, str]:
         bucket, key = _bucket_and_key(url)
-        if bucket not in self._stores:
-            self._stores[bucket] = _connect(bucket, self._options_for(url))
-        return self._stores[bucket], key
+        prefix = self._prefix_of(url)
+        known = (bucket, prefix)
+        if known not in self._stores:
+            self._stores[known] = _connect(bucket, self._options.get(prefix, {}))
+        return self._stores[known], key
 
-    def _options_for(self, url: str) -> Mapping[str, str]:
-        fitting = [prefix for prefix in self._options if (url + "/").startswith(prefix.rstrip("/") + "/")]
-        return self._options[max(fitting, key=len)] if fitting else {}
+    def _prefix_of(self, url: str) -> str:
+        """The longest configured prefix that this URL is below, by whole segments; empty if there is none."""
+        below = f"{url.rstrip('/')}/"
+        return max((p for p in self._options if below.startswith(f"{p.rstrip('/')}/")), key=len, default="")
 
 
 def local_path(url: str) -> Path | None:

@@ -439,18 +439,53 @@ def test_a_null_in_a_required_field_deep_inside_is_refused(tmp_path):
 
 
 def test_dictionaries_views_and_plain_texts_make_the_same_file(tmp_path):
-    texts = pa.array(["a", "b", None, "a"])
-    plan = plan_for(tmp_path, [field(1, "s", "string")], spec=by((1, "s", "truncate[1]")))
+    texts = pa.array(["b", "c", None, "b", "long " * 1000])
+    # As a filter leaves it: the dictionary holds values that no row has.
+    words = pa.array(["a", "b", "c", "z", "z" * 5000, "long " * 1000])
+    dictionary = pa.DictionaryArray.from_arrays(pa.array([1, 2, None, 1, 5], pa.int32()), words)
     found = []
-    for epoch, array in enumerate([texts, texts.dictionary_encode(), texts.cast(pa.string_view())]):
-        files = pour(sink_for(plan, epoch=epoch), [pa.record_batch({"s": array})])
-        found.append(
-            [(tuple(file.partition), file.fingerprint, file.stats["lower_bounds"]) for file in files]
-        )
-    assert found[0] == found[1] == found[2]
-    mixed = sink_for(plan_for(tmp_path, [field(1, "s", "string")]), epoch=9)
-    (file,) = pour(mixed, [pa.record_batch({"s": texts}), pa.record_batch({"s": texts.dictionary_encode()})])
-    assert file.rows == 8
+    for epoch, array in enumerate([texts, dictionary, texts.cast(pa.string_view())]):
+        for spec in (UNPARTITIONED, by((1, "s", "truncate[1]"))):
+            plan = plan_for(tmp_path, [field(1, "s", "string")], spec=spec)
+            files = pour(sink_for(plan, epoch=epoch), [pa.record_batch({"s": array})] * 2)
+            assert sorted(map(str, read_back(files)["s"].to_pylist())) == sorted(
+                map(str, texts.to_pylist() * 2)
+            )
+            for file in files:
+                del file.stats["column_sizes"]
+                found.append((epoch, tuple(file.partition), file.fingerprint, file.stats))
+    by_epoch = [[each[1:] for each in found if each[0] == epoch] for epoch in range(3)]
+    assert by_epoch[0] == by_epoch[1] == by_epoch[2]
+
+
+def test_a_column_may_come_as_a_dictionary_now_and_plain_then(tmp_path):
+    texts = pa.array(["a", "b", None, "a"])
+    kinds = [texts, texts.dictionary_encode(), texts.cast(pa.large_string())]
+    for epoch, order in enumerate([kinds, kinds[::-1], [kinds[1], kinds[0], kinds[1]]]):
+        sink = sink_for(plan_for(tmp_path, [field(1, "s", "string")]), epoch=epoch)
+        (file,) = pour(sink, [pa.record_batch({"s": array}) for array in order])
+        assert read_back([file])["s"].to_pylist() == texts.to_pylist() * 3
+
+
+def test_dictionaries_that_change_from_batch_to_batch_stay_dictionaries_in_the_file(tmp_path):
+    batches = [
+        pa.record_batch({"s": pa.array([f"w{n}", f"w{n + 1}"] * 500).dictionary_encode()}) for n in range(5)
+    ]
+    (file,) = pour(sink_for(plan_for(tmp_path, [field(1, "s", "string")])), batches)
+    metadata = pq.ParquetFile(file.path).metadata.row_group(0).column(0)
+    assert metadata.has_dictionary_page
+    assert metadata.total_uncompressed_size < 5000
+
+
+def test_extension_types_deep_inside_are_the_same_as_their_storage(tmp_path):
+    type_ = {"type": "list", "element-id": 2, "element": "uuid", "element-required": False}
+    values = [[bytes(16), None, b"\xff" * 16], [], None]
+    stored = pa.array(values, pa.list_(pa.binary(16)))
+    for epoch, array in enumerate([stored, stored.cast(pa.list_(pa.uuid()))]):
+        sink = sink_for(plan_for(tmp_path, [field(1, "l", type_)]), epoch=epoch)
+        (file,) = pour(sink, [pa.record_batch({"l": array}), pa.record_batch({"l": stored})])
+        back = pq.ParquetFile(file.path).read()["l"].combine_chunks()
+        assert pa.concat_arrays([stored, stored]).equals(back.cast(stored.type))
 
 
 def test_only_repetitive_columns_have_a_dictionary(tmp_path):

@@ -23,7 +23,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import PrimitiveType
 
 from lockstep.errors import Corrupt
-from lockstep.sink.datafile import FileShape
+from lockstep.sink.shape import FileShape
 from lockstep.sink.stats import StatsBuilder, modes_of, upper_bound
 
 UNSORTED: dict[str, Any] = {"order-id": 0, "fields": []}

@@ -239,7 +239,13 @@ def test_a_refused_connection_is_worth_another_try_and_gives_up_in_time():
 
 
 def test_the_longest_prefix_has_the_options():
-    storage = Storage({"s3://b": {"region": "x"}, "s3://bucket": {"region": "y"}})
-    assert storage._options_for("s3://bucket/key") == {"region": "y"}
-    assert storage._options_for("s3://b/key") == {"region": "x"}
-    assert storage._options_for("s3://other/key") == {}
+    storage = Storage({"s3://b": {}, "s3://b/deep/": {}, "s3://bucket": {}})
+    for url, prefix in [
+        ("s3://b/key", "s3://b"),
+        ("s3://b/deep/key", "s3://b/deep/"),
+        ("s3://b/deep", "s3://b/deep/"),
+        ("s3://b/deeper", "s3://b"),
+        ("s3://bucket/key", "s3://bucket"),
+        ("s3://buck/key", ""),
+    ]:
+        assert storage._prefix_of(url) == prefix

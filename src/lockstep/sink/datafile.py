@@ -29,7 +29,8 @@ from lockstep.partitioning import (
     partition_path,
 )
 from lockstep.runtime import failpoint
-from lockstep.sink.stats import StatsBuilder, leaves_of, modes_of
+from lockstep.sink.shape import FileShape
+from lockstep.sink.stats import StatsBuilder, modes_of
 from lockstep.storage import Storage, Writer
 
 MOST_GROUP_BYTES: Final = 64_000_000
@@ -370,6 +371,8 @@ def _leaf_arrays(array: pa.Array) -> list[pa.Array]:
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.nulls(0, array.type)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     if pa.types.is_struct(array.type):
         return [leaf for child in array.flatten() for leaf in _leaf_arrays(child)]
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
@@ -384,188 +387,3 @@ def _is_repetitive(leaf: pa.Array) -> bool:
         return False
     present = len(leaf) - leaf.null_count
     return bool(pc.count_distinct(leaf).as_py() <= present * DISTINCT_SHARE)
-
-
-# The shape of a file: Arrow types with Iceberg's field ids
-
-
-class FileShape:
-    """The columns of a file: the layout that rows come in, with Iceberg's ids and names as labels.
-
-    Labels change without touching a byte: `labelled` hands the same buffers over under another schema.
-    """
-
-    def __init__(self, rows: pa.Schema, schema: pa.Schema, fields: Sequence[Json]) -> None:
-        self._rows = rows
-        self.schema = schema
-        self._required = [field["name"] for field in fields if field["required"]]
-        self.leaves = leaves_of(fields)
-        self.paths = [path for field in schema for path in _paths(field.name, field.type)]
-
-    @classmethod
-    def of(cls, schema: Json, rows: pa.Schema) -> FileShape:
-        """The shape for rows of this Arrow schema in a table of this Iceberg schema.
-
-        Raises: Corrupt if columns or types are not the table's.
-        """
-        known = {field["name"]: field for field in schema["fields"]}
-        if sorted(rows.names) != sorted(known):
-            odd = sorted(set(rows.names) ^ set(known)) or ["one that is there twice"]
-            raise Corrupt(f"the rows do not have the table's columns: they differ in {', '.join(odd)}")
-        fields = [known[name] for name in rows.names]
-        plain = pa.schema([pa.field(f.name, _plain_type(f.type)) for f in rows])
-        labelled = [_label(field, plain.field(at).type) for at, field in enumerate(fields)]
-        return cls(plain, pa.schema(labelled), fields)
-
-    def plain(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Rows in the one layout of this sink. Raises: Corrupt for a NULL in a required column."""
-        types_match = batch.schema.names == self._rows.names and batch.schema.types == self._rows.types
-        rows = batch if types_match else self._converted(batch)
-        for name in self._required:
-            if rows.column(name).null_count:
-                raise Corrupt(f'column "{name}" is required, but a row has NULL there')
-        return rows
-
-    def _converted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        try:
-            columns = [_storage(batch.column(field.name)).cast(field.type) for field in self._rows]
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError) as error:
-            raise Corrupt(f"rows changed their types in the middle of a task: {error}") from error
-        return pa.record_batch(columns, schema=self._rows)
-
-    def labelled(self, batches: Sequence[pa.RecordBatch]) -> pa.Table:
-        return pa.Table.from_batches([pa.record_batch(_Relabelled(b, self.schema)) for b in batches])
-
-
-class _Relabelled:
-    """The same buffers under another schema of the same layout, through Arrow's C data interface."""
-
-    def __init__(self, batch: pa.RecordBatch, schema: pa.Schema) -> None:
-        self._batch, self._schema = batch, schema
-
-    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
-        return self._schema.__arrow_c_schema__(), self._batch.__arrow_c_array__()[1]
-
-
-def _storage(array: pa.Array) -> pa.Array:
-    return array.storage if isinstance(array, pa.ExtensionArray) else array
-
-
-def _plain_type(arrow: pa.DataType) -> pa.DataType:
-    """The layout that is written: dictionaries and views are unpacked, extension types are their storage."""
-    if isinstance(arrow, pa.BaseExtensionType):
-        return _plain_type(arrow.storage_type)
-    if pa.types.is_dictionary(arrow):
-        return _plain_type(arrow.value_type)
-    if pa.types.is_string_view(arrow):
-        return pa.large_string()
-    if pa.types.is_binary_view(arrow):
-        return pa.large_binary()
-    if pa.types.is_struct(arrow):
-        return pa.struct([pa.field(f.name, _plain_type(f.type)) for f in arrow])
-    if pa.types.is_large_list(arrow):
-        return pa.large_list(_plain_type(arrow.value_type))
-    if pa.types.is_list(arrow):
-        return pa.list_(_plain_type(arrow.value_type))
-    if pa.types.is_map(arrow):
-        return pa.map_(_plain_type(arrow.key_type), _plain_type(arrow.item_type))
-    return arrow
-
-
-def _label(field: Json, arrow: pa.DataType) -> pa.Field:
-    return _labelled_field(field["name"], field["type"], arrow, field["id"], field["required"], field["name"])
-
-
-def _labelled_field(
-    name: str, type_: str | Json, arrow: pa.DataType, field_id: int, required: bool, column: str
-) -> pa.Field:
-    metadata = {b"PARQUET:field_id": str(field_id).encode()}
-    return pa.field(compatible_name(name), _labelled_type(type_, arrow, column), not required, metadata)
-
-
-def _labelled_type(type_: str | Json, arrow: pa.DataType, column: str) -> pa.DataType:
-    if isinstance(type_, str):
-        if not _holds(type_, arrow):
-            raise Corrupt(f'column "{column}" is {type_} in the table, but the rows have {arrow}')
-        return pa.uuid() if type_ == "uuid" else arrow
-    if type_["type"] == "struct" and pa.types.is_struct(arrow):
-        names = [field["name"] for field in type_["fields"]]
-        if names != [field.name for field in arrow]:
-            raise Corrupt(
-                f'the fields of column "{column}" are {names} in the table, but the rows have {arrow}'
-            )
-        pairs = zip(type_["fields"], arrow, strict=True)
-        return pa.struct(
-            [
-                _labelled_field(f["name"], f["type"], a.type, f["id"], f["required"], f"{column}.{f['name']}")
-                for f, a in pairs
-            ]
-        )
-    if type_["type"] == "list" and (pa.types.is_list(arrow) or pa.types.is_large_list(arrow)):
-        element = _labelled_field(
-            "element",
-            type_["element"],
-            arrow.value_type,
-            type_["element-id"],
-            type_["element-required"],
-            column,
-        )
-        return pa.large_list(element) if pa.types.is_large_list(arrow) else pa.list_(element)
-    if type_["type"] == "map" and pa.types.is_map(arrow):
-        return pa.map_(
-            _labelled_field("key", type_["key"], arrow.key_type, type_["key-id"], True, column),
-            _labelled_field(
-                "value", type_["value"], arrow.item_type, type_["value-id"], type_["value-required"], column
-            ),
-        )
-    raise Corrupt(f'column "{column}" is a {type_["type"]} in the table, but the rows have {arrow}')
-
-
-_EXACT: Final[Mapping[str, Sequence[pa.DataType]]] = {
-    "boolean": [pa.bool_()],
-    "int": [pa.int32()],
-    "long": [pa.int64()],
-    "float": [pa.float32()],
-    "double": [pa.float64()],
-    "date": [pa.date32()],
-    "time": [pa.time64("us")],
-    "timestamp": [pa.timestamp("us")],
-    "timestamp_ns": [pa.timestamp("ns")],
-    "string": [pa.string(), pa.large_string()],
-    "binary": [pa.binary(), pa.large_binary()],
-    "uuid": [pa.binary(16)],
-    "unknown": [pa.null()],
-}
-
-
-def _holds(type_text: str, arrow: pa.DataType) -> bool:
-    """True if Parquet stores this Arrow type exactly as Iceberg wants the column."""
-    if type_text in _EXACT:
-        return arrow in _EXACT[type_text]
-    if type_text in ("timestamptz", "timestamptz_ns"):
-        unit = "ns" if type_text.endswith("_ns") else "us"
-        return bool(pa.types.is_timestamp(arrow) and arrow.unit == unit and arrow.tz is not None)
-    numbers = [int(digits) for digits in re.findall(r"\d+", type_text)]
-    if type_text.startswith("decimal"):
-        return bool(arrow == pa.decimal128(*numbers))
-    return bool(type_text.startswith("fixed") and arrow == pa.binary(*numbers))
-
-
-def compatible_name(name: str) -> str:
-    """A column name as Iceberg writes it into files (readers go by field id): letters, digits and
-    underscores; any other character as its code."""
-    from pyiceberg.schema import make_compatible_name
-
-    return str(make_compatible_name(name))
-
-
-def _paths(name: str, arrow: pa.DataType) -> list[str]:
-    """The Parquet paths of the leaves below a column."""
-    if pa.types.is_struct(arrow):
-        return [path for field in arrow for path in _paths(f"{name}.{field.name}", field.type)]
-    if pa.types.is_list(arrow) or pa.types.is_large_list(arrow):
-        return _paths(f"{name}.list.element", arrow.value_type)
-    if pa.types.is_map(arrow):
-        keys = _paths(f"{name}.key_value.key", arrow.key_type)
-        return keys + _paths(f"{name}.key_value.value", arrow.item_type)
-    return [name]

@@ -171,7 +171,7 @@ class StatsBuilder:
             for leaf in leaves
             if leaf.kind in ("float", "double") and leaf.steps is not None and modes[leaf.field_id].counts
         }
-        self._long_bounds: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        self._long_bounds: dict[tuple[int, int], list[tuple[bytes, bytes]]] = {}
         self._zeros: set[tuple[int, bool]] = set()
 
     def note(self, rows: pa.Table) -> None:
@@ -242,7 +242,7 @@ class StatsBuilder:
     def _chunk_bounds(self, leaf: Leaf, group: int, chunk: Any) -> list[tuple[Any, Any]]:
         """Least and greatest value of a column chunk, in a form that Python compares as Iceberg does."""
         if (long := self._long_bounds.get((group, leaf.field_id))) is not None:
-            return [long]
+            return list(long)
         found = chunk.statistics
         if found.has_min_max:
             return [(_comparable(found.min_raw, leaf), _comparable(found.max_raw, leaf))]
@@ -282,16 +282,20 @@ def _signs_of_zero_ends(values: pa.Array) -> set[bool]:
 
 def _longest(values: pa.Array) -> int:
     """The length of the longest value in bytes, or a cheap bound where that is small."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary
     whole = int(values.nbytes)
     if whole <= FOOTER_BOUND_BYTES:
         return whole
     return int(pc.max(pc.binary_length(values)).as_py() or 0)
 
 
-def _byte_bounds(chunks: Sequence[pa.Array]) -> tuple[bytes, bytes]:
-    ends = [pc.min_max(chunk) for chunk in chunks if chunk.null_count < len(chunk)]
-    lows = [_bytes_of(each["min"]) for each in ends]
-    return min(lows), max(_bytes_of(each["max"]) for each in ends)
+def _byte_bounds(chunks: Sequence[pa.Array]) -> list[tuple[bytes, bytes]]:
+    """The least and the greatest value of each chunk that has any."""
+    # A dictionary may hold values that no row has.
+    plain = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in chunks]
+    ends = [pc.min_max(chunk) for chunk in plain if chunk.null_count < len(chunk)]
+    return [(_bytes_of(each["min"]), _bytes_of(each["max"])) for each in ends]
 
 
 def _bytes_of(value: pa.Scalar) -> bytes:
