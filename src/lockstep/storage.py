@@ -91,9 +91,9 @@ class Writer(Protocol):
 class Storage:
     """All that is read and written outside the catalog and the store.
 
-    `options` maps a URL prefix (`s3://bucket`) to obstore's own options; the longest prefix wins. Those of the
-    HTTP client (`timeout`, `connect_timeout`, …) and of retries (`max_retries`, `retry_timeout` and the
-    backoffs in seconds) stand beside those of the store.
+    `options` maps a URL prefix (`s3://bucket`) to obstore's own options; the longest prefix wins. Those of
+    the HTTP client (`timeout`, `connect_timeout`, …) and of retries (`max_retries`, `retry_timeout` and
+    the backoffs, in seconds) stand beside those of the store.
     """
 
     def __init__(self, options: Mapping[str, Mapping[str, str]] | None = None) -> None:
