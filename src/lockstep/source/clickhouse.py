@@ -26,6 +26,7 @@ from lockstep.source.clickhouse_pin import (
     check_settled,
     drop,
     freeze,
+    give_up,
     part_json,
     table_name,
     visible_rows,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 GRANULE_ROWS: Final = 8192
 RANGE_BYTES: Final = 64_000_000
 """Uncompressed bytes that one query reads: its overhead is small then, and little is redone after a crash."""
+BLOCK_BYTES: Final = 16_000_000
+"""What the server sends at a time: measured, larger ones are slower."""
 
 _ADDRESS: Final = re.compile(
     r"(?P<scheme>clickhouses?)://(?:(?P<user>[^:@/]*)(?::(?P<password>.*))?@)?"
@@ -235,7 +238,7 @@ class ClickHouseSource:
             try:
                 return self._pinned(pin, pairs, partition_id, engine, frozen=True)
             except BaseException:
-                drop(self._server, pin)
+                give_up(self._server, pin)
                 raise
         except ServerError as error:
             raise told(error, f"freeze {self._name} partition {partition_id}") from error
@@ -414,11 +417,12 @@ class ClickHouseSource:
             f"{_range(part['name'], first, last)}"
         )
         row_bytes = max(1, part["uncompressed_bytes"] // max(1, part["rows"]))
+        block_bytes = min(batch_bytes, BLOCK_BYTES)
         settings = {
             **_ARROW_SETTINGS,
             "max_threads": 1,
-            "max_block_size": max(1, min(batch_bytes // row_bytes, 1_000_000)),
-            "preferred_block_size_bytes": batch_bytes,
+            "max_block_size": max(1, min(block_bytes // row_bytes, 1_000_000)),
+            "preferred_block_size_bytes": block_bytes,
         }
         arrived = 0
         try:

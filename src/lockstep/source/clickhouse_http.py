@@ -138,14 +138,25 @@ class Server:
         from urllib3.exceptions import HTTPError
 
         try:
-            client = self._opened()
-            for name in [name for name in settings if name not in client.server_settings]:
-                del settings[name]  # an older server: it behaves as if the setting were off
-            return ask(client)
+            had_one = self._client is not None
+            try:
+                return self._ask(ask, settings)
+            except ClickHouseError as error:
+                if not (had_one and _never_sent(error)):
+                    raise
+            # An embedded server ends when nobody needs it, and is found or started again.
+            self.close()
+            return self._ask(ask, settings)
         except HTTPError as error:
             raise Retryable(f"{self._label} does not answer: {error}") from error
         except ClickHouseError as error:
             raise self._ours(error) from error
+
+    def _ask(self, ask: Callable[[Any], Any], settings: dict[str, Any]) -> Any:
+        client = self._opened()
+        for name in [name for name in settings if name not in client.server_settings]:
+            del settings[name]  # an older server: it behaves as if the setting were off
+        return ask(client)
 
     def _opened(self) -> Any:
         if self._client is None:
@@ -190,6 +201,19 @@ class Server:
         return ServerError(code, text)
 
 
+def _never_sent(error: BaseException) -> bool:
+    """True if the connection was refused, so that asking again cannot do anything twice."""
+    from urllib3.exceptions import MaxRetryError, NewConnectionError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, NewConnectionError):
+            return True
+        inner = cause.reason if isinstance(cause, MaxRetryError) else None
+        cause = inner or cause.__cause__
+    return False
+
+
 def told(error: ServerError, doing: str) -> LockstepError:
     """A ServerError that nobody could make more of, as one of ours."""
     if error.not_allowed:
@@ -210,9 +234,20 @@ class _Stream:
         self.closed = False
 
     def read(self, size: int = -1) -> bytes:
-        data: bytes = self._response.read(size if size >= 0 else None)
-        self._tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        from urllib3.exceptions import ProtocolError
+
+        try:
+            data: bytes = self._response.read(size if size >= 0 else None)
+        except ProtocolError as error:
+            # A server that fails midway writes its error and cuts the answer off: the last bytes say why.
+            partial = getattr(error.args[-1], "partial", b"")
+            self._remember(partial if isinstance(partial, bytes) else b"")
+            raise
+        self._remember(data)
         return data
+
+    def _remember(self, data: bytes) -> None:
+        self._tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
 
     def said(self) -> ServerError | None:
         """The error that ended the answer, if one did."""

@@ -74,7 +74,7 @@ def _elements(key: str) -> list[list[str]]:
 def partition_fields(
     key: str, types: Mapping[str, ChType], server_zone: str
 ) -> tuple[list[SourceField] | None, str]:
-    """The partition key as Iceberg's transforms, or None; and why not, in words."""
+    """The partition key as Iceberg's transforms, or None; and what a reader of the key would not see."""
     found: list[SourceField] = []
     for words in _elements(key):
         field, reason = _partition_field(words, types, server_zone)
@@ -91,7 +91,7 @@ def _partition_field(
         name = unquote(words[0])
         if name in types and isinstance(iceberg_type(types[name]).exact, str):
             return SourceField(name), ""
-        return None, "it has no exact counterpart in Iceberg"
+        return None, ""
     function = words[0]
     arguments = split_top_level(words[2:-1]) if words[1] == "(" and words[-1] == ")" else []
     plain = [unquote(piece[0]) for piece in arguments if len(piece) == 1]
@@ -101,7 +101,7 @@ def _partition_field(
                 return SourceField(plain[1], f"{_ICEBERG[function]}[{plain[0]}]"), ""
         elif function in _TIME_PARTS and plain and plain[0] in types and len(plain) <= 2:
             return _time_field(function, plain, types[plain[0]], server_zone)
-    return None, f"{function}(…) has no exact counterpart in Iceberg"
+    return None, ""
 
 
 def _time_field(
@@ -113,7 +113,7 @@ def _time_field(
             (SourceField(plain[0], transform), "") if transform != "hour" else (None, "a date has no hours")
         )
     if kind.name not in {"DateTime", "DateTime64"} or iceberg_type(kind).exact is None:
-        return None, f"{function}(…) of {kind.text} has no exact counterpart in Iceberg"
+        return None, ""
     zone = plain[1] if len(plain) == 2 else zone_of(kind) or server_zone
     if zone not in UTC_ZONES:
         return None, f"{function} counts in the time zone {zone}, Iceberg in UTC"

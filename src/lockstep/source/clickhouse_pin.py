@@ -7,11 +7,12 @@ the server, which forgets `SYSTEM STOP MERGES`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from lockstep.errors import Invalid, Retryable
+from lockstep.errors import Invalid, LockstepError, Retryable
 from lockstep.job import Json, Piece
 from lockstep.source import PartInfo
 from lockstep.source.clickhouse_http import Server, ServerError, told
@@ -79,12 +80,21 @@ def table_name(database: str, table: str) -> str:
 def active_parts(server: Server, database: str, table: str, partition_id: str | None = None) -> list[Part]:
     """The active parts in the order of their blocks; patch parts are left out."""
     where = "" if partition_id is None else f" AND partition_id = {quote_text(partition_id)}"
+    return _parts(server, database, table, f" AND active{where}")
+
+
+def _recent_parts(server: Server, database: str, table: str, partition_id: str) -> list[Part]:
+    """The active parts, then those that were replaced not long ago."""
+    return _parts(server, database, table, f" AND partition_id = {quote_text(partition_id)}")
+
+
+def _parts(server: Server, database: str, table: str, where: str) -> list[Part]:
     rows = server.rows(
         "SELECT name, partition_id, partition, rows, bytes_on_disk, data_uncompressed_bytes,"
         " min_block_number, max_block_number, hash_of_all_files, has_lightweight_delete"
         f" FROM system.parts WHERE database = {quote_text(database)} AND table = {quote_text(table)}"
-        f" AND active AND rows > 0 AND NOT startsWith(partition_id, 'patch-'){where}"
-        " ORDER BY partition_id, min_block_number, name"
+        f" AND rows > 0 AND NOT startsWith(partition_id, 'patch-'){where}"
+        " ORDER BY active DESC, partition_id, min_block_number, name"
     )
     return [
         Part(
@@ -153,17 +163,18 @@ def freeze(
     so fast that nobody can tell which parts were frozen.
     """
     for _ in range(ATTEMPTS):
-        before = _known_parts(server, source, partition_id, wanted)
+        _create(server, source, pin)
         try:
-            _create(server, source, pin)
+            before = active_parts(server, *source, partition_id)
+            check_parts(before, source, partition_id, wanted)
             _attach(server, source, pin, partition_id)
             copies = active_parts(server, *pin, partition_id)
-            after = active_parts(server, *source, partition_id)
+            after = _recent_parts(server, *source, partition_id)
             pairs = match_parts(copies, before, after)
             if pairs is not None and _has_all(pairs, wanted):
                 return Frozen(_keep(server, pin, pairs, wanted))
         except BaseException:
-            drop(server, pin)
+            give_up(server, pin)
             raise
         drop(server, pin)
     raise Retryable(
@@ -174,6 +185,12 @@ def freeze(
 
 def drop(server: Server, pin: tuple[str, str]) -> None:
     server.run(f"DROP TABLE IF EXISTS {table_name(*pin)} SYNC", DROP_SETTINGS)
+
+
+def give_up(server: Server, pin: tuple[str, str]) -> None:
+    """Drop a copy because of an error that is already on its way: that one is told, not this one's."""
+    with suppress(LockstepError, ServerError):
+        drop(server, pin)
 
 
 def match_parts(
@@ -198,14 +215,6 @@ def match_parts(
         if other.first <= one.last:
             return None
     return pairs
-
-
-def _known_parts(
-    server: Server, source: tuple[str, str], partition_id: str, wanted: Sequence[str] | None
-) -> list[Part]:
-    parts = active_parts(server, *source, partition_id)
-    check_parts(parts, source, partition_id, wanted)
-    return parts
 
 
 def check_parts(
@@ -249,11 +258,30 @@ def _create(server: Server, source: tuple[str, str], pin: tuple[str, str]) -> No
     statement = copy_statement(source, pin, found[0]["engine_full"], found[0]["storage_policy"])
     try:
         server.run(statement, _LENIENT)
+    except ServerError as error:
+        # Nothing was created; a table of that name, if there is one, is not ours to drop.
+        raise _not_frozen(error, source, pin) from error
+    except BaseException:
+        give_up(server, pin)
+        raise
+    try:
         for column in _columns_with_ttl(server, pin):
             server.run(f"ALTER TABLE {table_name(*pin)} MODIFY COLUMN {quote_name(column)} REMOVE TTL")
+        _stop_merges(server, pin)
+    except BaseException as error:
+        give_up(server, pin)
+        if isinstance(error, ServerError):
+            raise _not_frozen(error, source, pin) from error
+        raise
+
+
+def _stop_merges(server: Server, pin: tuple[str, str]) -> None:
+    try:
         server.run(f"SYSTEM STOP MERGES {table_name(*pin)}")
     except ServerError as error:
-        raise _not_frozen(error, source, pin) from error
+        # The settings of the copy rule merges out by themselves; this right is rarely granted.
+        if not error.not_allowed:
+            raise
 
 
 def _attach(server: Server, source: tuple[str, str], pin: tuple[str, str], partition_id: str) -> None:

@@ -472,20 +472,16 @@ def _swap_uuids(array: pa.Array, kind: ChType) -> pa.Array:
     if kind.name == "Array":
         item = array.type.value_field
         values = _swap_uuids(array.values, children[0])
-        return pa.ListArray.from_arrays(
-            array.offsets, values, type=pa.list_(item.with_type(values.type)), mask=_mask(array)
-        )
+        # An Array is never NULL in ClickHouse, only its elements may be.
+        return pa.ListArray.from_arrays(array.offsets, values, type=pa.list_(item.with_type(values.type)))
     if kind.name == "Map":
         keys, items = _swap_uuids(array.keys, children[0]), _swap_uuids(array.items, children[1])
         value = pa.field("value", items.type, nullable=children[1].nullable)
         return pa.MapArray.from_arrays(array.offsets, keys, items, type=pa.map_(keys.type, value))
     columns = [_swap_uuids(array.field(i), child) for i, child in enumerate(children)]
     fields = [array.type.field(i).with_type(column.type) for i, column in enumerate(columns)]
-    return pa.StructArray.from_arrays(columns, fields=fields, mask=_mask(array))
-
-
-def _mask(array: pa.Array) -> pa.Array | None:
-    return array.is_null() if array.null_count else None
+    mask = array.is_null() if array.null_count else None
+    return pa.StructArray.from_arrays(columns, fields=fields, mask=mask)
 
 
 def _reversed_bytes(array: pa.Array) -> pa.Array:
