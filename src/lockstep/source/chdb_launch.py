@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import lockstep
 from lockstep.errors import Invalid, Retryable
 from lockstep.runtime import SYSTEM_CLOCK, Clock
 
@@ -285,7 +284,7 @@ def _spawn(room: Room, idle_s: float | None, speaking: int) -> None:
     command = [sys.executable, "-P", "-m", "lockstep.source.chdb_server", str(room.data_folder)]
     command += ["--idle-s", idle, "--ready-fd", str(speaking), "--detach"]
     # The server must not depend on the caller's working folder, nor keep it busy.
-    package = str(Path(lockstep.__file__).resolve().parent.parent)
+    package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with room.stderr_path.open("ab") as errors:
