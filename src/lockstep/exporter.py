@@ -472,6 +472,8 @@ class _Planner:
             )
             for draft in drafts
         ]
+        if problems := self.target.drift(head, new_jobs[0].plan):
+            raise Invalid(f"cannot write to {self.request.target}: " + "; ".join(problems))
         failpoint("plan.before_create")
         return self.store.create(new_jobs)
 
