@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,10 @@ def test_a_changed_schema_before_the_commit_is_a_failure_that_names_the_differen
 def test_ten_commits_of_another_writer_in_a_row_lose_nothing(bench: Bench) -> None:
     rival_ids = list(range(100, 110))
 
-    def rival(number: int) -> Callable[[], None]:
-        return lambda: bench.lake.publish(f"rival-{number}", bench.lake.stage([number])) and None
+    def rival(number: int) -> None:
+        bench.lake.publish(f"rival-{number}", bench.lake.stage([number]))
 
-    bench.target.before_publish = [rival(number) for number in rival_ids]
+    bench.target.before_publish = [partial(rival, number) for number in rival_ids]
     job = bench.commit()
     assert job.state is State.COMPLETED
     assert bench.lake.ids() == [1, 2, 3, *rival_ids]

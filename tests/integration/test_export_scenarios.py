@@ -110,7 +110,7 @@ def test_a_corrupt_part_fails_the_job_names_the_part_and_publishes_nothing(case:
         "SELECT name, path FROM system.parts WHERE active AND database = {db:String} AND table = {t:String}",
         parameters={"db": lab.database, "t": case.table},
     ).result_rows
-    name, path = sorted(parts)[1]
+    name, path = sorted(tuple(part) for part in parts)[1]
     victim = Path(path) / "name.bin"
     body = bytearray(victim.read_bytes())
     body[len(body) // 2] ^= 0xFF
