@@ -84,7 +84,7 @@ class Writer(Protocol):
         ...
 
     def abort(self) -> None:
-        """Give it up. Never raises; what is left under the name is not durable and may be nothing."""
+        """Give up what was not closed. Never raises; nothing, or nothing durable, is left under the name."""
         ...
 
 
@@ -351,6 +351,8 @@ class _LocalWriter:
             raise translated(error, "finish", self._url) from error
 
     def abort(self) -> None:
+        if self._file.closed:
+            return
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):

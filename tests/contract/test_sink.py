@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lockstep.errors import Corrupt, Retryable
+from lockstep.errors import Corrupt, Invalid, Retryable
 from lockstep.fingerprint import fingerprint
 from lockstep.job import Fingerprint, Json, Kind, Limits, Plan, StagedFile
 from lockstep.runtime import FAILPOINTS_VARIABLE
@@ -415,6 +415,8 @@ def test_a_file_that_the_storage_lost_is_not_listed(tmp_path):
     sink.add(numbers(0, 10))
     with pytest.raises(Corrupt, match="but the storage has"):
         sink.flush()
+    sink.abort()
+    assert len(list(Storage().list(str(tmp_path)))) == 1, "the evidence stays"
 
 
 def test_rows_that_are_not_the_tables_are_refused(tmp_path):
@@ -521,6 +523,16 @@ def test_the_tables_properties_are_honoured(tmp_path):
     assert os.path.dirname(file.path) == f"{tmp_path}/elsewhere"
     assert pq.ParquetFile(file.path).metadata.row_group(0).column(0).compression == "SNAPPY"
     assert file.stats["lower_bounds"] == {}
+
+
+def test_a_level_goes_with_a_codec_that_has_levels_and_nonsense_is_refused(tmp_path):
+    level = "write.parquet.compression-level"
+    for epoch, codec in enumerate(["snappy", "gzip", "zstd", "uncompressed", "lz4", "brotli"]):
+        properties = {"write.parquet.compression-codec": codec, level: "3"}
+        sink = sink_for(plan_for(tmp_path, NUMBERS, properties=properties), epoch=epoch)
+        assert pour(sink, [numbers(0, 5)])[0].rows == 5
+    with pytest.raises(Invalid, match=level):
+        sink_for(plan_for(tmp_path, NUMBERS, properties={level: "high"}))
 
 
 def test_the_layout_for_object_storage_is_that_of_iceberg(tmp_path):

@@ -320,6 +320,14 @@ def test_every_row_is_in_exactly_one_group_in_its_order(rows):
     assert len({repr(values) for values, _ in groups}) == len(groups)
 
 
+@pytest.mark.parametrize("type_", ["long", "string"])
+def test_rows_between_the_ends_are_looked_at_of_a_bucket(type_):
+    array = pa.array([f"{n:02d}" for n in range(50)]) if type_ == "string" else pa.array(range(50))
+    each = [values_of(array[n : n + 1], type_, "bucket[2]")[0] for n in range(50)]
+    for n in range(48):
+        assert values_of(array[n : n + 3], type_, "bucket[2]") == each[n : n + 3]
+
+
 def test_one_partition_gives_the_batch_itself():
     batch = pa.record_batch({"c1": pa.array([5, 5, 5])})
     for transform in ("identity", "bucket[4]", "truncate[10]"):

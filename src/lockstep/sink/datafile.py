@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.errors import Corrupt
+from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import Fingerprint, Json, Plan, StagedFile
 from lockstep.partitioning import (
@@ -41,6 +41,7 @@ DISTINCT_SHARE: Final = 0.25
 """A dictionary pays where at most this share of a sample is distinct."""
 
 _CODECS: Final = {"zstd", "snappy", "gzip", "lz4", "brotli", "uncompressed"}
+_CODECS_WITH_LEVEL: Final = {"zstd", "gzip", "brotli"}
 _NAME: Final = re.compile(r"lockstep-([0-9a-f]+)-([a-z]+)-(\d+)-(\d+)-(\d+)\.parquet")
 
 
@@ -207,23 +208,34 @@ class FileOptions:
         wanted = plan.properties
         memory = plan.limits.task_memory_bytes
         codec = str(wanted.get("write.parquet.compression-codec", "zstd")).lower()
-        level = wanted.get("write.parquet.compression-level")
-        page = wanted.get("write.parquet.page-size-bytes")
-        stated_group = int(wanted.get("write.parquet.row-group-size-bytes", MOST_GROUP_BYTES))
-        group = max(LEAST_GROUP_BYTES, min(MOST_GROUP_BYTES, memory // 8, stated_group))
+        level = _number(wanted, "write.parquet.compression-level", 1 if codec == "zstd" else None)
+        stated_group = _number(wanted, "write.parquet.row-group-size-bytes", MOST_GROUP_BYTES)
+        group = max(LEAST_GROUP_BYTES, min(MOST_GROUP_BYTES, memory // 8, stated_group or MOST_GROUP_BYTES))
         return cls(
             file_bytes=plan.file_size_bytes,
             group_bytes=group,
             buffer_bytes=max(group, memory // 4),
             codec=codec if codec in _CODECS else "zstd",
-            level=int(level) if level is not None else (1 if codec == "zstd" else None),
-            page_bytes=None if page is None else int(page),
+            level=level if codec in _CODECS_WITH_LEVEL else None,
+            page_bytes=_number(wanted, "write.parquet.page-size-bytes", None),
             # Only a merge puts rows in the table's order; no file may claim an order that it does not have.
             sort_order_id=plan.sort_order.get("order-id") if stage == "merge" else None,
             properties=wanted,
             sort_order=plan.sort_order,
             schema=plan.schema,
         )
+
+
+def _number(properties: Mapping[str, Any], name: str, default: int | None) -> int | None:
+    """Raises: Invalid if the table's property is not a number."""
+    stated = properties.get(name, default)
+    try:
+        return None if stated is None else int(stated)
+    except ValueError as error:
+        raise Invalid(
+            f"the table's property {name} is {stated!r}, which is not a number",
+            hint="correct the property of the table, then export again",
+        ) from error
 
 
 @dataclass
