@@ -550,6 +550,9 @@ def test_dictionaries_stay_encoded_only_where_the_caller_wants_them():
     kept = conform(batch, one("string"), dictionaries={"c"})
     assert kept.schema == arrow_schema(one("string"), dictionaries={"c"})
     assert kept.column(0).dictionary.buffers()[2].address == coded.dictionary.buffers()[2].address
+    hidden = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(["a", None]))
+    with pytest.raises(Corrupt, match="has NULL"):
+        conform(pa.record_batch({"c": hidden}), one("string", required=True), dictionaries={"c"})
     plain = conform(pa.record_batch({"c": ["a", "b"]}), one("string"), dictionaries={"c"})
     assert plain.schema == kept.schema
     sink = io.BytesIO()
