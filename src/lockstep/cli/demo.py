@@ -56,7 +56,7 @@ INSERT INTO shop.events SELECT
     toDateTime64('{month}-01 00:00:00', 6, 'UTC')
         + toIntervalMicrosecond(cityHash64(id, 2) % 2419200000000) AS ts,
     ['DE', 'FR', 'US', 'IN', 'BR', 'JP', 'NG', 'SE'][1 + cityHash64(id, 3) % 8] AS country,
-    toDecimal64(cityHash64(id, 4) % 1000000, 2) / 100 AS amount,
+    toDecimal64(cityHash64(id, 4) % 25000, 2) / 100 AS amount,
     concat('https://shop.example/', country, '/product/', toString(cityHash64(id, 5) % 50000)) AS url,
     arraySlice(
         ['new', 'sale', 'mobile', 'gift', 'bulk'], 1 + cityHash64(id, 6) % 5, cityHash64(id, 7) % 3
@@ -166,9 +166,8 @@ def _play(show: _Show, clock: Clock, rows: int) -> Proof:
     show.say(Span("SIGKILL. ", "bold red"), "The driver is gone, and with it everything it had in memory.")
     _expect(show.run("jobs"), 0, "jobs")
     landed = published(config, TARGET)
-    show.say(
-        f"The table has {plural(len(landed), 'snapshot')} ({', '.join(map(str, landed))}), and no job knows of it:"
-    )
+    ids = ", ".join(map(str, landed))
+    show.say(f"The table has {plural(len(landed), 'snapshot')} ({ids}), and no job knows of it:")
     show.say("to publish again would double the rows, to give up would lose them.")
 
     show.chapter(
@@ -278,12 +277,12 @@ def _sums_grid(proof: Proof) -> Grid:
                     "" if first else mark,
                 ]
             )
-    return Grid(("partition", "counted by", ">rows", ">Σ amount", "from – to", "checksum", ""), rows)
+    return Grid(("|partition", "|counted by", ">rows", ">Σ amount", "from – to", "|checksum", "|"), rows)
 
 
 def _snapshots_grid(proof: Proof) -> Grid:
     return Grid(
-        (">#", "snapshot", "partition", "job", ">rows", ">files", ">size", "fingerprint"),
+        (">#", "|snapshot", "partition", "|job", ">rows", ">files", ">size", "|fingerprint"),
         [
             [
                 str(index),

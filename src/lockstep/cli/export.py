@@ -21,8 +21,8 @@ from lockstep.cli.render import (
     size,
     state_span,
 )
-from lockstep.cli.running import INTERRUPTED, Interrupted, work
-from lockstep.cli.session import Answer, Session, command, nothing_created
+from lockstep.cli.running import Interrupted, work
+from lockstep.cli.session import INTERRUPTED, Answer, Session, command, nothing_created
 from lockstep.config import parse_duration, parse_size, redact
 from lockstep.job import Job, State
 from lockstep.view import job_document, rows_per_s
@@ -189,7 +189,7 @@ def closing_grid(jobs: Sequence[Job]) -> Grid:
     seconds = max(ends) - min(starts) if starts and ends else None
     rows = sum(job.rows_done for job in jobs)
     return Grid(
-        ("partition", "state", ">rows", ">files", ">size", ">took", ">rows/s", "snapshot", "job"),
+        ("partition", "|state", ">rows", ">files", ">size", ">took", ">rows/s", "|snapshot", "|job"),
         [
             (
                 job.plan.partition if job.plan.partition is not None else "",

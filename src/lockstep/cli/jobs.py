@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -22,7 +23,7 @@ from lockstep.cli.render import (
     rate,
     state_span,
 )
-from lockstep.cli.session import Session, command
+from lockstep.cli.session import INTERRUPTED, Session, command
 from lockstep.config import redact
 from lockstep.errors import Invalid
 from lockstep.job import HistoryEntry, Job, State
@@ -32,7 +33,6 @@ from lockstep.view import eta_s, job_document, progress, rows_per_s
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or the beginning of one.")]
 
 EXIT_CODES: Final = {State.COMPLETED: 0, State.FAILED: 1, State.KILLED: 4}
-INTERRUPTED: Final = 130
 
 
 def parse_states(texts: Sequence[str]) -> set[State] | None:
@@ -106,7 +106,7 @@ def _slept(session: Session, seconds: float) -> bool:
 
 def jobs_grid(jobs: Sequence[Job], now: float) -> Grid:
     return Grid(
-        ("job", "state", "partition", ">done", ">rows", ">rows/s", ">time", "what", "created"),
+        ("|job", "|state", "partition", ">done", ">rows", ">rows/s", ">time", "|created", "source → target"),
         [
             (
                 job.job_id,
@@ -116,12 +116,22 @@ def jobs_grid(jobs: Sequence[Job], now: float) -> Grid:
                 number(job.rows_done),
                 rate(rows_per_s(job)).removesuffix("/s"),
                 _time(job, now),
-                f"{redact(job.plan.source)} → {redact(job.plan.target)}",
                 ago(job.created_at, now),
+                f"{brief(job.plan.source)} → {brief(job.plan.target)}",
             )
             for job in jobs
         ],
     )
+
+
+def brief(address: str) -> str:
+    """An address for a narrow column: no login, and of a long path only the end, which tells tables apart."""
+    shown = re.sub(r"://[^/@]*@", "://", redact(address))
+    scheme, colon, path = shown.partition(":")
+    pieces = path.split("/")
+    if scheme not in ("chdb", "parquet") or not path.startswith("/") or len(pieces) <= 4:
+        return shown
+    return f"{scheme}{colon}…/{'/'.join(pieces[-3:])}"
 
 
 def _time(job: Job, now: float) -> str:
@@ -172,7 +182,7 @@ def history_document(entry: HistoryEntry) -> dict[str, Any]:
 
 def history_grid(entries: Sequence[HistoryEntry]) -> Grid:
     return Grid(
-        ("time (UTC)", "event", "state", ">generation", "worker", "detail"),
+        ("|time (UTC)", "|event", "|state", ">generation", "worker", "detail"),
         [
             (
                 (rfc3339(entry.at) or "").replace("T", " ").removesuffix("Z"),

@@ -24,12 +24,10 @@ import typer.main
 from typer.exceptions import TyperException
 
 from lockstep.cli.render import print_error
-from lockstep.cli.session import DEBUG_VARIABLE, error_document, print_document
+from lockstep.cli.session import DEBUG_VARIABLE, INTERRUPTED, error_document, leave_at_once, print_document
 from lockstep.config import STATE_FOLDER
 from lockstep.errors import Invalid, LockstepError
 from lockstep.runtime import SYSTEM_CLOCK, rfc3339
-
-INTERRUPTED: Final = 130
 
 COMMANDS: Final = {
     "export": "export",
@@ -98,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         _mute_standard_output()
+    if code == INTERRUPTED:
+        # Threads that still wait for a storage or a catalog must not hold up somebody who wants to leave.
+        leave_at_once(code)
     sys.exit(code)
 
 

@@ -64,8 +64,6 @@ def _facts(job: Job, now: float) -> Iterable[Line]:
     if job.generation > 1:
         yield _fact("generation", f"{job.generation} (it was retried)")
     yield _fact("commit", job.commit_id)
-    if job.snapshot_id is not None:
-        yield _fact("snapshot", str(job.snapshot_id))
 
 
 def _progress(job: Job, tasks: Sequence[Task]) -> Iterable[Line]:
@@ -113,7 +111,9 @@ def _waiting(job: Job, tasks: Sequence[Task], history: Sequence[HistoryEntry], n
             if job.kill_requested:
                 yield _fact("", "a kill was asked for: the committer fences the commit unless it has landed")
         case State.COMPLETED:
-            yield _fact("published", f"as snapshot {job.snapshot_id}")
+            yield _fact(
+                "published", f"as snapshot {job.snapshot_id}; `lockstep history {job.job_id}` tells how"
+            )
         case State.FAILED:
             yield _fact(
                 "next", f"`lockstep retry {job.job_id}` goes on from what is finished; nothing was published"

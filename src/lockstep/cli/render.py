@@ -61,7 +61,7 @@ def line(*spans: Inline, indent: int = 0) -> Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. A column whose name starts with `>` is aligned to the right."""
+    """A table. A column whose name starts with `>` is aligned to the right, one with `|` never wraps."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Inline]]
@@ -104,19 +104,16 @@ class Screen:
         from rich import box
         from rich.table import Table
 
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            title=safe(grid.title) or None,
-            title_justify="left",
-            show_footer=bool(grid.footer),
-        )
+        if grid.title:
+            self.console.print(rich_text([grid.title]))
+        table = Table(box=box.SIMPLE_HEAD, show_footer=bool(grid.footer))
         for index, name in enumerate(grid.columns):
             table.add_column(
-                name.lstrip(">"),
+                name.lstrip(">|"),
                 justify="right" if name.startswith(">") else "left",
                 footer=rich_text([grid.footer[index]]) if grid.footer else "",
                 overflow="fold",
-                no_wrap=name.startswith(">"),
+                no_wrap=name.startswith((">", "|")),
             )
         for row in grid.rows:
             table.add_row(*(rich_text([cell]) for cell in row))
@@ -141,7 +138,7 @@ def plain_lines(part: Grid | Line | str) -> list[str]:
         return [safe(part)]
     if isinstance(part, Line):
         return [part.plain]
-    rows = [[name.lstrip(">") for name in part.columns]]
+    rows = [[name.lstrip(">|") for name in part.columns]]
     rows += [[_plain(cell) for cell in row] for row in part.rows]
     if part.footer:
         rows.append([_plain(cell) for cell in part.footer])
@@ -217,7 +214,8 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(moment: float | None, now: float) -> str:
-    return NOTHING if moment is None else f"{duration(now - moment)} ago"
+    """The largest unit is enough: `17 min ago`."""
+    return NOTHING if moment is None else f"{' '.join(duration(now - moment).split()[:2])} ago"
 
 
 def plural(count: int, noun: str) -> str:

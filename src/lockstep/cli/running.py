@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +10,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final, Literal
 
 from lockstep.cli.progress import ProgressView, follow
-from lockstep.cli.session import Session
+from lockstep.cli.session import INTERRUPTED, Session, leave_at_once
 from lockstep.errors import Retryable
 from lockstep.job import Job, State
 
 if TYPE_CHECKING:
     from lockstep.worker import Worker
 
-INTERRUPTED: Final = 130
 STOP_PATIENCE_S: Final = 30.0
 KEPT_ENDED: Final = 8
 
@@ -122,10 +119,3 @@ def _wait_or_leave(runner: _Runner) -> None:
         runner.join(STOP_PATIENCE_S)
     except KeyboardInterrupt:
         leave_at_once(INTERRUPTED)
-
-
-def leave_at_once(code: int) -> None:
-    """End the process without waiting for threads: the leases run out by themselves."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

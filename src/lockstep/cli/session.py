@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TextIO
 
 import typer
 
@@ -29,7 +29,8 @@ from lockstep.runtime import SYSTEM_CLOCK, Clock
 if TYPE_CHECKING:
     from lockstep.store import JobStore
 
-DEBUG_VARIABLE = "LOCKSTEP_DEBUG"
+DEBUG_VARIABLE: Final = "LOCKSTEP_DEBUG"
+INTERRUPTED: Final = 130
 
 Answer = Grid | Line | str
 JsonFlag = Annotated[bool, typer.Option("--json", help="Answer with one JSON document on standard output.")]
@@ -143,6 +144,13 @@ def json_stream() -> TextIO:
     private = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return private
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End the process without waiting for threads: what they hold runs out by itself."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def print_document(document: Any) -> None:

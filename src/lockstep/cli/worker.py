@@ -9,8 +9,8 @@ import typer
 from lockstep.cli.export import closing_grid, exit_code
 from lockstep.cli.jobs import closing
 from lockstep.cli.render import line, plural
-from lockstep.cli.running import INTERRUPTED, LIVE, Interrupted, work
-from lockstep.cli.session import Answer, Session, command
+from lockstep.cli.running import LIVE, Interrupted, work
+from lockstep.cli.session import INTERRUPTED, Answer, Session, command
 from lockstep.job import State
 from lockstep.view import job_document
 
