@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 ON_EXISTING: Final = ("error", "skip", "append", "replace")
 MATCH: Final = ("name", "position")
-TASKS_PER_FILE: Final = 4
+BYTES_PER_FILE_BYTE: Final = 4
+"""About how many bytes of rows make one byte of Parquet."""
+SHARES: Final = 4
+LEAST_TASK_BYTES: Final = 96_000_000
 UNBORN: Final = ""
 """The UUID of a table that `--create` is about to make."""
 UNPIN_TIMEOUT_S: Final = 10.0
@@ -416,8 +419,16 @@ class _Planner:
             undo.callback(self.source.unpin, pin.detail, UNPIN_TIMEOUT_S)
         pinned = replace(wanted, pieces=tuple(part.piece for part in pin.parts))
         values = self._partition_values(pinned, pin, head, columns)
-        tasks = self.source.plan_tasks(pin, self.request.file_size_bytes * TASKS_PER_FILE)
+        tasks = self._tasks(pin)
         return Draft(job_id, pinned, decision, pin, values, tasks)
+
+    def _tasks(self, pin: Pin) -> list[TaskSpec]:
+        """Tasks that fill a file each, or smaller ones so that a small partition is shared too."""
+        filling = self.source.plan_tasks(pin, self.request.file_size_bytes * BYTES_PER_FILE_BYTE)
+        if len(filling) >= SHARES:
+            return filling
+        total = sum(task.size_bytes for task in filling)
+        return self.source.plan_tasks(pin, max(LEAST_TASK_BYTES, -(-total // SHARES)))
 
     def _partition_values(
         self, wanted: Selection, pin: Pin, head: TargetTable, columns: Sequence[ColumnMap]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeVar
@@ -42,6 +42,8 @@ PAUSE_GRACE_S: Final = 20.0
 STORE_PATIENCE_S: Final = 300.0
 COMMITTERS: Final = 4
 UNPIN_PAUSE_S: Final = 30.0
+EXPIRE_EVERY_S: Final = 60.0
+TO_DO: Final = frozenset({State.PENDING, State.RUNNING, State.COMMITTING})
 
 T = TypeVar("T")
 Until = Literal["idle", "jobs_ended", "forever"]
@@ -106,6 +108,7 @@ class Worker:
         self._target_locks: dict[str, threading.Lock] = {}
         self._unpins: dict[str, tuple[Future[None], float]] = {}
         self._waves_started = 0
+        self._expired_at = 0.0
 
     def run(self, until: Until = "forever", stop: threading.Event | None = None) -> None:
         """Work until `stop` is set, or until what `until` names has come.
@@ -134,31 +137,35 @@ class Worker:
 
     def _round(self) -> None:
         try:
-            self._take_over_from_the_dead()
-            self._enforce_deadlines()
+            live = self._live()
+            self._take_over_from_the_dead(live)
+            self._enforce_deadlines(live)
             self._start_commits()
-            self._start_tasks()
+            self._start_tasks(live)
             self._start_unpins()
+            self._expire()
         except Retryable:
             # The store is away: what runs goes on, and the next round asks again.
             self._clock.sleep(POLL_S)
 
-    def _mine(self, states: Collection[State]) -> list[Job]:
-        return [
-            job for job in self._store.list(states) if self._job_ids is None or job.job_id in self._job_ids
-        ]
+    def _live(self) -> list[Job]:
+        return [job for job in self._store.list(TO_DO) if self._is_mine(job)]
 
-    def _take_over_from_the_dead(self) -> None:
-        for job in self._mine({State.PENDING, State.RUNNING, State.COMMITTING}):
-            for worker in job.workers:
-                if worker != self.name and is_dead(worker):
-                    self._store.abandon(worker)
+    def _is_mine(self, job: Job) -> bool:
+        return self._job_ids is None or job.job_id in self._job_ids
 
-    def _enforce_deadlines(self) -> None:
+    def _take_over_from_the_dead(self, live: Sequence[Job]) -> None:
+        others = {worker for job in live for worker in job.workers if worker != self.name}
+        for worker in filter(is_dead, others):
+            self._store.abandon(worker)
+
+    def _enforce_deadlines(self, live: Sequence[Job]) -> None:
         now = self._clock.now()
-        for job in self._mine({State.PENDING, State.RUNNING}):
+        for job in live:
             deadline_s = job.plan.deadline_s
-            if deadline_s is not None and now - job.created_at > deadline_s:
+            if job.state is State.COMMITTING or deadline_s is None:
+                continue
+            if now - job.created_at > deadline_s:
                 error = ErrorInfo(
                     "Retryable",
                     f"the job did not finish within its deadline of {deadline_s:g} s",
@@ -166,8 +173,8 @@ class Worker:
                 )
                 self._store.stop(job.job_id, Event.FAIL, error)
 
-    def _start_tasks(self) -> None:
-        if not self._mine({State.PENDING, State.RUNNING}):
+    def _start_tasks(self, live: Sequence[Job]) -> None:
+        if all(job.state is State.COMMITTING for job in live):
             return
         self._start_engine()
         with self._lock:
@@ -209,13 +216,15 @@ class Worker:
         group = f"lockstep-{self.name}-{self._waves_started}"
         plan = claims[0].job.plan
         source_address = expand(plan.source, self._config)
+        # Executors need neither the store nor the catalogs, so they never see their credentials.
+        config = replace(self._config, store_url="", catalogs={}, spark={})
         assignments = [
             Assignment(
                 claim.lease,
                 plan.to_json(),
                 claim.task.descriptor,
                 source_address,
-                self._config,
+                config,
                 self._channel.address,
                 self._channel.secret,
             )
@@ -258,13 +267,19 @@ class Worker:
     def _start_unpins(self) -> None:
         now = self._clock.now()
         for job in self._store.unreleased():
-            if self._job_ids is not None and job.job_id not in self._job_ids:
+            if not self._is_mine(job):
                 continue
             earlier = self._unpins.get(job.job_id)
             if earlier and (not earlier[0].done() or now - earlier[1] < UNPIN_PAUSE_S):
                 continue
             future = self._committers.submit(release_pin, self._store, job, self._config)
             self._unpins[job.job_id] = (future, now)
+
+    def _expire(self) -> None:
+        now = self._clock.now()
+        if now - self._expired_at > EXPIRE_EVERY_S:
+            self._expired_at = now
+            self._store.expire(self._config.finished_job_ttl_s)
 
     # The channel: what executors ask
 
@@ -451,12 +466,10 @@ class Worker:
             jobs = [self._store.read(job_id) for job_id in self._job_ids]
             done = all(job.state is State.PAUSED or not job.state.live for job in jobs)
         else:
-            done = not self._mine({State.PENDING, State.RUNNING, State.COMMITTING})
+            done = not self._live()
         # Pins are given up best effort: each gets one try before the worker goes.
         return done and all(
-            job.job_id in self._unpins
-            for job in self._store.unreleased()
-            if self._job_ids is None or job.job_id in self._job_ids
+            job.job_id in self._unpins for job in self._store.unreleased() if self._is_mine(job)
         )
 
     def _shut_down(self) -> None:
