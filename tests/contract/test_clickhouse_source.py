@@ -635,7 +635,7 @@ def test_only_the_wanted_parts_are_pinned_under_their_own_names(chdb: Chdb, tabl
     pin = pinned(source, "all", [third.name, first.name])
     assert [part.name for part in pin.parts] == [first.name, third.name]
     assert [part.piece for part in pin.parts] == [first.piece, third.piece]
-    assert pin.rows == 199
+    assert pin.rows == chdb.value(f"SELECT count() FROM shop.{pin.detail['table']}") == 199
     assert ids(read_all(source, pin)) == [i for i in [*range(100), *range(200, 300)] if i != 5]
     assert second.name not in {part["source"] for part in pin.detail["parts"]}
 
@@ -747,6 +747,20 @@ def test_patches_that_are_not_in_the_parts_are_refused(chdb: Chdb, table: Any) -
         assert "APPLY PATCHES" in (refused.value.hint or "")
     assert chdb.tables() == before
     assert [partition.partition_id for partition in source.partitions()] == ["all"]
+
+
+def test_patches_of_another_partition_do_not_matter(chdb: Chdb, table: Any, pinned: Any) -> None:
+    name = table(
+        "id UInt32, p UInt8, q UInt8, s String",
+        "PARTITION BY (p, q) ORDER BY id"
+        " SETTINGS enable_block_number_column = 1, enable_block_offset_column = 1",
+    )
+    chdb.run(f"INSERT INTO shop.{name} VALUES (1, 1, 1, 'x'), (2, 2, 1, 'x')")
+    chdb.run(f"UPDATE shop.{name} SET s = 'y' WHERE p = 2")
+    source = chdb.source(name)
+    assert ids(read_all(source, pinned(source, "1-1"))) == [1]
+    with pytest.raises(Invalid, match="patch"):
+        source.pin("never", "2-1", None)
 
 
 def test_a_rename_that_is_still_running_is_refused(chdb: Chdb, table: Any) -> None:

@@ -64,6 +64,7 @@ _ARROW_SETTINGS: Final = {
     "output_format_arrow_low_cardinality_as_dictionary": 1,
     "output_format_arrow_use_64_bit_indexes_for_dictionary": 0,
     "output_format_arrow_compression_method": "none",
+    "cancel_http_readonly_queries_on_client_close": 1,
 }
 
 
@@ -260,6 +261,7 @@ class ClickHouseSource:
             "frozen": frozen,
             "source": self._name,
             "source_uuid": engine["uuid"],
+            "server": self._server.values("SELECT hostName()")[0][0],
             "partition_id": partition_id,
             "parts": [part_json(copy, origin, visible[copy.name]) for copy, origin in pairs],
         }
@@ -466,7 +468,7 @@ class ClickHouseSource:
         if error.unknown:
             what = "the frozen copy" if pin["frozen"] else "the table"
             return Corrupt(
-                f"{what} {where} of {pin['source']} is gone: {error.text}",
+                f"{what} {where} of {pin['source']} is gone from server {pin['server']}: {error.text}",
                 hint="export the partition again; the rows of this job can no longer be read",
             )
         if error.damaged:

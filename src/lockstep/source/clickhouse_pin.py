@@ -122,8 +122,9 @@ def check_settled(server: Server, database: str, table: str, partition_id: str) 
     of_table = f"database = {quote_text(database)} AND table = {quote_text(table)}"
     patched = server.rows(
         f"SELECT count() AS n FROM system.parts WHERE {of_table} AND active AND rows > 0"
-        f" AND startsWith(partition_id, 'patch-')"
-        f" AND endsWith(partition_id, {quote_text('-' + partition_id)})"
+        # A patch partition is named patch-<32 digits>-<partition>.
+        " AND startsWith(partition_id, 'patch-')"
+        f" AND substring(partition_id, 40) = {quote_text(partition_id)}"
     )[0]["n"]
     if patched:
         raise Invalid(

@@ -1,7 +1,7 @@
 """ClickHouse's types: which Iceberg type holds each exactly, and how its values travel.
 
 A type is parsed once into a `ChType`. Three questions are then asked of it: `iceberg_type` (what the
-target may be, or why nothing is exact), `select_expression` (what the server is asked for, so that every
+target may be, or why nothing is exact), `cast_expression` (what the server is asked for, so that every
 server version delivers the same Arrow), and `natural_array` (what Arrow delivered, as the values mean).
 """
 
@@ -319,12 +319,8 @@ def zone_of(kind: ChType) -> str | None:
 # How values travel
 
 
-def select_expression(name: str, kind: ChType) -> str:
-    """What to select so that the value arrives exactly, on any server version."""
-    return cast_expression(quote_name(name), kind)
-
-
 def cast_expression(expression: str, kind: ChType) -> str:
+    """What to select so that the value arrives exactly, on any server version."""
     wanted = _transport(kind, top=True)
     return expression if wanted is None else f"CAST({expression}, {quote_text(wanted)})"
 
