@@ -344,6 +344,8 @@ def test_the_number_of_open_files_is_bounded_and_no_row_is_lost(tmp_path):
     for start in range(0, 60, 20):
         sink.add(numbers(start, 20))
         assert len(os.listdir("/proc/self/fd")) - before <= 5
+    finished = len(list(Storage().list(str(tmp_path))))
+    assert finished >= 55, "only the newest few stay open"
     files = sink.flush()
     assert sorted(read_back(files)["id"].to_pylist()) == list(range(60))
     assert len({tuple(file.partition) for file in files}) == 60
