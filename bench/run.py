@@ -86,7 +86,7 @@ class MemoryWatch:
         while not self._ended.wait(0.05):
             try:
                 for child in self._root.children(recursive=True):
-                    if "pyspark.daemon" in " ".join(child.cmdline()):
+                    if "lockstep.engine.daemon" in " ".join(child.cmdline()):
                         self.peak_bytes = max(self.peak_bytes, child.memory_info().rss)
             except psutil.Error:
                 continue
@@ -153,8 +153,8 @@ class Data:
         )
         self.clickhouse.command("CREATE DATABASE IF NOT EXISTS bench")
 
-    def table(self, rows: int) -> str:
-        name = f"events_{rows}"
+    def table(self, rows: int, name: str = "events") -> str:
+        name = f"{name}_{rows}"
         self.clickhouse.command(f"CREATE TABLE bench.{name} ({COLUMNS}) ENGINE = MergeTree ORDER BY id")
         self.clickhouse.command(f"INSERT INTO bench.{name} {ROWS_OF.format(rows=rows)}")
         self.clickhouse.command(f"OPTIMIZE TABLE bench.{name} FINAL")
@@ -230,7 +230,7 @@ def memory_by_size(folder: Path, sizes: list[int]) -> list[tuple[int, float]]:
     data = Data(folder)
     peaks = []
     for rows in sizes:
-        table = data.table(rows)
+        table = data.table(rows, "memory")
         with background_worker(folder) as watch:
             export(config, f"chdb:{folder}/chdb/bench/{table}", f"memory_{rows}")
             peaks.append((rows, watch.peak_bytes / 1e6))

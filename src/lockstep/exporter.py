@@ -444,7 +444,7 @@ class _Planner:
             return ()
         used = [column for column in columns if column.field_id in fields]
         batches: Iterable[pa.RecordBatch]
-        if monotonic(head.spec):
+        if monotonic(head.spec, head.schema):
             batches = self.source.bounds(pin, used).to_batches()
         else:
             batches = self.source.distinct_rows(pin, used)
