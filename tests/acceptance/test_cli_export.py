@@ -137,6 +137,14 @@ def test_a_dry_run_shows_the_plan_and_creates_nothing(exported: Exported) -> Non
     assert exported.lab.pins() == []
 
 
+def test_a_kill_after_the_commit_says_that_it_is_too_late(exported: Exported) -> None:
+    job = exported.lab.jobs()[0]
+    done = exported.lab.run("kill", job.job_id)
+    assert done.returncode == 1
+    assert f"too late: job {job.job_id} was published as snapshot {job.snapshot_id}" in done.stdout
+    assert exported.lab.store().read(job.job_id).state is State.COMPLETED
+
+
 def test_partitions_lists_rows_and_parts(exported: Exported) -> None:
     document = exported.lab.document("partitions", exported.address)
     text = exported.lab.ok("partitions", exported.lab.source(), "--parts")

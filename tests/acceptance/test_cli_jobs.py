@@ -400,7 +400,10 @@ def test_doctor_creates_nothing(tmp_path: Path) -> None:
 
 
 def test_help_lists_the_commands_of_the_contract(shell: Shell) -> None:
+    bare = shell.run()
     text = shell.ok("--help")
+    assert bare.stdout.strip() == text.strip()
+    assert bare.stderr == ""
     for command in (
         *("export", "jobs", "show", "watch", "history", "kill", "pause", "resume", "retry"),
         *("worker", "partitions", "doctor", "demo"),

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -116,6 +116,9 @@ class _Show:
     def say(self, *spans: Inline) -> None:
         self._say(line(*spans, indent=3))
 
+    def busy(self, doing: str) -> AbstractContextManager[None]:
+        return self._session.side.busy(doing)
+
     def show(self, grid: Grid) -> None:
         self._say(grid)
 
@@ -152,7 +155,8 @@ def _play(show: _Show, clock: Clock, rows: int) -> Proof:
         f"partitions of {len(PARTS)} parts each.",
     )
     started = clock.now()
-    _fill(show.room, rows)
+    with show.busy("filling the table"):
+        _fill(show.room, rows)
     show.say(f"Filled in {duration(clock.now() - started)}.")
     _expect(show.run("partitions", SOURCE), 0, "partitions")
 
@@ -182,7 +186,8 @@ def _play(show: _Show, clock: Clock, rows: int) -> Proof:
         "ClickHouse adds up the source; DuckDB adds up the Parquet files that each snapshot lists.",
         "The checksum adds up an MD5 over all columns of each row: order does not matter, content does.",
     )
-    proof = prove(config, clickhouse_of(show.room), TARGET)
+    with show.busy("adding up both sides"):
+        proof = prove(config, clickhouse_of(show.room), TARGET)
     show.show(_sums_grid(proof))
     show.say("One snapshot per partition, each with the fingerprint that its rows had when they were read:")
     show.show(_snapshots_grid(proof))

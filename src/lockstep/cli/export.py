@@ -21,7 +21,7 @@ from lockstep.cli.render import (
     size,
     state_span,
 )
-from lockstep.cli.running import Interrupted, work
+from lockstep.cli.running import Interrupted, signals_interrupt, work
 from lockstep.cli.session import INTERRUPTED, Answer, Session, command, nothing_created
 from lockstep.config import parse_duration, parse_size, redact
 from lockstep.job import Job, State
@@ -100,8 +100,12 @@ def export(
         deadline_s=deadline_s,
         pin=not no_pin,
     )
-    with nothing_created():
-        planned = plan_export(request, session.config, session.store, session.clock, dry_run=dry_run)
+    try:
+        with signals_interrupt(), nothing_created(), session.side.busy("validating and freezing the source"):
+            planned = plan_export(request, session.config, session.store, session.clock, dry_run=dry_run)
+    except KeyboardInterrupt:
+        session.remark("interrupted; nothing was created")
+        return INTERRUPTED
     if dry_run:
         return _show_plan(session, planned, target)
     _announce(session, planned, target)

@@ -117,6 +117,8 @@ def run(arguments: list[str]) -> int:
     except LockstepError as error:
         return _refused(error, as_json)
     except TyperException as error:
+        if not error.format_message():
+            return Invalid.exit_code  # no command at all: the help that was printed says everything
         name = arguments[0] if arguments and arguments[0] in COMMANDS else "COMMAND"
         usage = f"lockstep {name} --help lists the options"
         return _refused(Invalid(error.format_message(), hint=usage), as_json)

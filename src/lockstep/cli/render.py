@@ -6,7 +6,8 @@ Names come from strangers' tables, so control characters are shown as escapes an
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, TextIO
@@ -99,6 +100,15 @@ class Screen:
 
             whole = part if isinstance(part, Line) else line(part)
             self.console.print(Padding(rich_text(whole.spans), (0, 0, 0, whole.indent)))
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """Say on a terminal what takes a moment; the line is gone afterwards. A pipe gets nothing."""
+        if not self.is_terminal:
+            yield
+            return
+        with self.console.status(rich_text([doing])):
+            yield
 
     def _print_grid(self, grid: Grid) -> None:
         from rich import box

@@ -40,7 +40,7 @@ def work(
     stop = threading.Event()
     runner = _Runner(Worker(session.config, session.store, session.clock, job_ids=job_ids), until, stop)
     read = _reader(session, job_ids)
-    with _signals_interrupt():
+    with signals_interrupt():
         try:
             with ProgressView(session.side, session.clock) as view:
                 runner.start()
@@ -100,7 +100,7 @@ def _reader(session: Session, job_ids: Collection[str] | None) -> Callable[[], S
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """Let SIGTERM do what Ctrl-C does: a supervisor deserves the same manners."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
