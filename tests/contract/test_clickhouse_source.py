@@ -896,6 +896,30 @@ def test_a_batch_stays_near_its_bytes_whatever_the_rows_weigh(chdb: Chdb, table:
     assert ids(pa.Table.from_batches([chunk.batch for chunk in chunks])) == list(range(100))
 
 
+def test_a_run_of_heavy_rows_amid_light_ones_makes_no_large_batch(
+    chdb: Chdb, table: Any, pinned: Any
+) -> None:
+    name = table("id UInt32, s String", "ORDER BY id")
+    chdb.run(f"INSERT INTO shop.{name} SELECT number, 'x' FROM numbers(100000)")
+    chdb.run(
+        f"INSERT INTO shop.{name} SELECT 100000 + number, repeat('y', 200000) FROM numbers(400)",
+        max_block_size=50,
+    )
+    chdb.run(f"OPTIMIZE TABLE shop.{name} FINAL")
+    source = chdb.source(name)
+    columns = columns_of(source)
+    pin = pinned(source)
+    assert [part["heavy_rows"] for part in pin.detail["parts"]] == [True]
+    (task,) = source.plan_tasks(pin, 10**9)
+    arrived = 0
+    for chunk in read_task(source, pin, task, columns, batch_bytes=4_000_000):
+        assert chunk.batch.nbytes <= 4_000_000
+        # What a batch was cut from is what memory held.
+        assert chunk.batch.column("s").buffers()[2].size <= 30_000_000
+        arrived += chunk.batch.num_rows
+    assert arrived == 100_400
+
+
 def test_a_range_is_found_without_scanning_the_part(chdb: Chdb, table: Any, pinned: Any) -> None:
     source = chdb.source(large(chdb, table))
     pin = pinned(source)

@@ -13,7 +13,7 @@ from lockstep.errors import Corrupt, Invalid
 from lockstep.source import open_source
 from lockstep.source.clickhouse import _ranges, parse_address
 from lockstep.source.clickhouse_keys import engine_clauses, partition_fields, sorting_fields
-from lockstep.source.clickhouse_pin import Part, copy_statement, match_parts
+from lockstep.source.clickhouse_pin import Part, copy_statement, has_heavy_rows, match_parts
 from lockstep.source.clickhouse_types import (
     cast_expression,
     iceberg_type,
@@ -177,6 +177,22 @@ def test_copies_are_paired_with_what_was_there_first() -> None:
     pairs = match_parts([_part("x", 1, 1, "A")], [a], [a, twin])
     assert pairs is not None
     assert [origin.name for _, origin in pairs] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "megabytes", "marks", "heavy"),
+    [
+        (10_000_000, 680, 1222, False),
+        (200_200, 200, 39, True),
+        (1_000_000, 2000, 221, True),
+        (300, 1, 2, False),
+    ],
+)
+def test_parts_with_granules_cut_short_are_read_granule_by_granule(
+    rows: int, megabytes: int, marks: int, heavy: bool
+) -> None:
+    part = Part("p", rows, 1, megabytes * 10**6, 1, 1, "", "all", "all", has_deletes=False, marks=marks)
+    assert has_heavy_rows(part, 8192) == heavy
 
 
 def test_ranges_are_cut_at_the_same_offsets_wherever_reading_starts() -> None:

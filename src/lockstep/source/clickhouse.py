@@ -18,7 +18,7 @@ from lockstep.errors import Corrupt, Invalid, Retryable
 from lockstep.job import ColumnMap, Json, Position, TaskSpec, split_evenly
 from lockstep.source import Chunk, PartitionInfo, Pin, SourceColumn, SourceTable
 from lockstep.source.clickhouse_http import Endpoint, Server, ServerError, told
-from lockstep.source.clickhouse_keys import engine_clauses, partition_fields, sorting_fields
+from lockstep.source.clickhouse_keys import engine_clauses, granule_rows, partition_fields, sorting_fields
 from lockstep.source.clickhouse_pin import (
     Part,
     active_parts,
@@ -49,6 +49,7 @@ RANGE_BYTES: Final = 64_000_000
 """Uncompressed bytes that one query reads: its overhead is small then, and little is redone after a crash."""
 BLOCK_BYTES: Final = 16_000_000
 """What the server sends at a time: measured, larger ones are slower."""
+HEAVY_BLOCK_ROWS: Final = 64
 
 _ADDRESS: Final = re.compile(
     r"(?P<scheme>clickhouses?)://(?:(?P<user>[^:@/]*)(?::(?P<password>.*))?@)?"
@@ -255,6 +256,7 @@ class ClickHouseSource:
     ) -> Pin:
         copies = [copy for copy, _ in pairs]
         visible = visible_rows(self._server, table, copies, dict(_READ_SETTINGS))
+        granule = granule_rows(engine["engine_full"])
         detail = {
             "database": table[0],
             "table": table[1],
@@ -263,7 +265,7 @@ class ClickHouseSource:
             "source_uuid": engine["uuid"],
             "server": self._server.values("SELECT hostName()")[0][0],
             "partition_id": partition_id,
-            "parts": [part_json(copy, origin, visible[copy.name]) for copy, origin in pairs],
+            "parts": [part_json(copy, origin, visible[copy.name], granule) for copy, origin in pairs],
         }
         return Pin(detail, [origin.info() for _, origin in pairs], sum(visible.values()))
 
@@ -420,10 +422,13 @@ class ClickHouseSource:
         )
         row_bytes = max(1, part["uncompressed_bytes"] // max(1, part["rows"]))
         block_bytes = min(batch_bytes, BLOCK_BYTES)
+        # The server foresees the size of a block by what it read before, and a run of heavy rows surprises
+        # it. A block is never less than a granule, so a small number means one granule at a time.
+        most_rows = HEAVY_BLOCK_ROWS if part.get("heavy_rows") else 1_000_000
         settings = {
             **_ARROW_SETTINGS,
             "max_threads": 1,
-            "max_block_size": max(1, min(block_bytes // row_bytes, 1_000_000)),
+            "max_block_size": max(1, min(block_bytes // row_bytes, most_rows)),
             "preferred_block_size_bytes": block_bytes,
         }
         arrived = 0
@@ -554,6 +559,10 @@ def _ranges(part: Json, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(batch: pa.RecordBatch, most_bytes: int) -> Iterator[pa.RecordBatch]:
-    pieces = max(1, -(-batch.nbytes // max(1, most_bytes)))
-    for start, end in split_evenly(batch.num_rows, -(-batch.num_rows // pieces)):
-        yield batch.slice(start, end - start)
+    """Halve a batch until each piece is small enough: rows may differ in weight a thousandfold."""
+    if batch.nbytes <= most_bytes or batch.num_rows == 1:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from _cut(batch.slice(0, half), most_bytes)
+    yield from _cut(batch.slice(half), most_bytes)

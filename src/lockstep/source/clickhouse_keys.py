@@ -61,6 +61,12 @@ def engine_clauses(engine_full: str) -> dict[str, str]:
     return {match[0]: engine_full[match.end() : end].strip() for match, end in zip(found, ends, strict=True)}
 
 
+def granule_rows(engine_full: str) -> int:
+    """How many rows a granule has at most."""
+    found = re.search(r"\bindex_granularity = (\d+)", engine_clauses(engine_full).get("SETTINGS", ""))
+    return int(found[1]) if found else 8192
+
+
 def _elements(key: str) -> list[list[str]]:
     words = tokens(key)
     if words and words[0] == "tuple":

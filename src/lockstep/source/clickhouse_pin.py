@@ -68,6 +68,7 @@ class Part:
     partition_id: str
     label: str
     has_deletes: bool
+    marks: int = 0
 
     def info(self) -> PartInfo:
         return PartInfo(self.name, self.rows, self.size_bytes, Piece(self.name, self.first, self.last))
@@ -91,7 +92,7 @@ def _recent_parts(server: Server, database: str, table: str, partition_id: str) 
 def _parts(server: Server, database: str, table: str, where: str) -> list[Part]:
     rows = server.rows(
         "SELECT name, partition_id, partition, rows, bytes_on_disk, data_uncompressed_bytes,"
-        " min_block_number, max_block_number, hash_of_all_files, has_lightweight_delete"
+        " min_block_number, max_block_number, hash_of_all_files, has_lightweight_delete, marks"
         f" FROM system.parts WHERE database = {quote_text(database)} AND table = {quote_text(table)}"
         f" AND rows > 0 AND NOT startsWith(partition_id, 'patch-'){where}"
         " ORDER BY active DESC, partition_id, min_block_number, name"
@@ -108,6 +109,7 @@ def _parts(server: Server, database: str, table: str, where: str) -> list[Part]:
             partition_id=row["partition_id"],
             label=row["partition"],
             has_deletes=bool(row["has_lightweight_delete"]),
+            marks=row["marks"],
         )
         for row in rows
     ]
@@ -360,7 +362,7 @@ def _settings(given: str, policy: str) -> str:
     return ", ".join(f"{name} = {value}" for name, value in kept.items())
 
 
-def part_json(copy: Part, origin: Part, visible: int) -> Json:
+def part_json(copy: Part, origin: Part, visible: int, granule_rows: int) -> Json:
     return {
         "name": copy.name,
         "source": origin.name,
@@ -369,7 +371,13 @@ def part_json(copy: Part, origin: Part, visible: int) -> Json:
         "bytes": copy.size_bytes,
         "uncompressed_bytes": copy.uncompressed_bytes,
         "has_deletes": copy.has_deletes,
+        "heavy_rows": has_heavy_rows(copy, granule_rows),
     }
+
+
+def has_heavy_rows(part: Part, granule_rows: int) -> bool:
+    """True if the part has granules that ClickHouse cut short, at some 10 MB: more than its rows ask for."""
+    return part.marks > -(-part.rows // granule_rows) + 5
 
 
 def visible_rows(
