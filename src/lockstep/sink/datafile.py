@@ -142,8 +142,8 @@ class DataFileSink:
         # Kept among the open ones until it is finished, so that abort finds it after an error.
         self._finished.append(self._open[values].finish())
         del self._open[values]
-        if self._stage in ("write", "merge"):
-            failpoint(f"{self._stage}.after_file")
+        if self._stage == "write":
+            failpoint("write.after_file")
 
 
 # Names
