@@ -37,7 +37,8 @@ ensure_venv() {
     fi
     say "installing the pinned dependencies into .venv"
     export VIRTUAL_ENV=$PWD/.venv
-    "$UV" pip sync --quiet --require-hashes requirements/dev.txt
+    # Compiled now: the first command of a user should not pay for it.
+    "$UV" pip sync --quiet --compile-bytecode --require-hashes requirements/dev.txt
     "$UV" pip install --quiet --no-deps --no-build-isolation --editable .
 }
 

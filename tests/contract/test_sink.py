@@ -392,12 +392,11 @@ def test_finished_files_stay_when_open_ones_are_given_up(tmp_path):
     assert [each.url for each in Storage().list(str(tmp_path))] == [file.path]
 
 
-@pytest.mark.parametrize("stage", ["write", "merge"])
-def test_the_drill_after_a_file_finds_it_finished(tmp_path, monkeypatch, stage):
+def test_the_drill_after_a_file_finds_it_finished(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_FAILPOINTS_STATE", str(tmp_path / "state"))
     (tmp_path / "state").mkdir()
-    monkeypatch.setenv(FAILPOINTS_VARIABLE, f"{stage}.after_file=error@2")
-    sink = sink_for(plan_for(tmp_path / "t", NUMBERS), stage=stage)
+    monkeypatch.setenv(FAILPOINTS_VARIABLE, "write.after_file=error@2")
+    sink = sink_for(plan_for(tmp_path / "t", NUMBERS))
     sink.add(numbers(0, 10))
     sink.flush()
     sink.add(numbers(10, 10))
