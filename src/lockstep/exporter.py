@@ -424,11 +424,10 @@ class _Planner:
 
     def _tasks(self, pin: Pin) -> list[TaskSpec]:
         """Tasks that fill a file each, or smaller ones so that a small partition is shared too."""
-        filling = self.source.plan_tasks(pin, self.request.file_size_bytes * BYTES_PER_FILE_BYTE)
-        if len(filling) >= SHARES:
-            return filling
-        total = sum(task.size_bytes for task in filling)
-        return self.source.plan_tasks(pin, max(LEAST_TASK_BYTES, -(-total // SHARES)))
+        most_bytes = self.request.file_size_bytes * BYTES_PER_FILE_BYTE
+        filling = self.source.plan_tasks(pin, most_bytes)
+        share_bytes = max(LEAST_TASK_BYTES, -(-sum(task.size_bytes for task in filling) // SHARES))
+        return filling if share_bytes >= most_bytes else self.source.plan_tasks(pin, share_bytes)
 
     def _partition_values(
         self, wanted: Selection, pin: Pin, head: TargetTable, columns: Sequence[ColumnMap]
