@@ -18,8 +18,12 @@ import clickhouse_connect
 import pyarrow as pa
 from clickhouse_connect.driver.client import Client
 from pyiceberg.catalog import load_catalog
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
+from pyiceberg.transforms import parse_transform
+from pyiceberg.types import DecimalType, NestedField, StringType, TimestamptzType
 
 from lockstep.config import load_config
 from lockstep.job import Job, State
@@ -205,6 +209,21 @@ class Lab:
         rows: pa.Table = read_with_duckdb(self.table(name).metadata_location)
         picked = rows.select(["id", "name", "amount", "note"]).sort_by("id").to_pylist()
         return [(row["id"], row["name"], row["amount"], row["note"]) for row in picked]
+
+    def make_target(self, name: str, transform: str, column: str) -> None:
+        """A table as `--create` makes it for `make_events`, but partitioned in another way."""
+        catalog = load_catalog("lake", **self.config.catalogs["lake"])
+        catalog.create_namespace_if_not_exists(name.partition(".")[0])
+        schema = Schema(
+            NestedField(1, "id", DecimalType(20, 0), required=True),
+            NestedField(2, "ts", TimestamptzType(), required=True),
+            NestedField(3, "name", StringType(), required=True),
+            NestedField(4, "amount", DecimalType(18, 4), required=True),
+            NestedField(5, "note", StringType(), required=False),
+        )
+        source_id = schema.find_field(column).field_id
+        field = PartitionField(source_id, 1000, parse_transform(transform), "bucket")
+        catalog.create_table(name, schema=schema, partition_spec=PartitionSpec(field))
 
     def lineage(self, name: str = "db.events") -> list[int]:
         """The snapshots of the main branch, oldest first; fails if the history is not one line."""

@@ -6,8 +6,10 @@ import itertools
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from lockstep.job import Event, Job, State
@@ -53,12 +55,14 @@ def unmanned(lab: Lab) -> Case:
     return case
 
 
-def test_an_export_equals_the_source_for_spark_and_duckdb(case: Case, read_with_spark: object) -> None:
+def test_an_export_equals_the_source_for_spark_and_duckdb(
+    case: Case, read_with_spark: Callable[[str], pa.Table]
+) -> None:
     case.detached()
     (job,) = case.finish()
     assert job.state is State.COMPLETED
     case.lab.assert_exact(table=case.table, target=case.target)
-    rows = read_with_spark(case.lab.table(case.target).metadata_location)  # type: ignore[operator]
+    rows = read_with_spark(case.lab.table(case.target).metadata_location)
     picked = rows.select(["id", "name", "amount", "note"]).sort_by("id").to_pylist()
     assert [tuple(row.values()) for row in picked] == case.lab.source_rows(case.table)
 
@@ -231,3 +235,64 @@ def test_a_paused_job_stops_keeps_its_checkpoint_and_goes_on(unmanned: Case) -> 
     lab.ok("resume", job_id)
     lab.ok("worker", "--once")
     lab.assert_exact(table=unmanned.table, target=unmanned.target)
+
+
+def test_hostile_names_and_values_are_exported_exactly(
+    manned_lab: Lab, read_with_duckdb: Callable[[str], pa.Table]
+) -> None:
+    """Column names and partition values that look like paths, SQL and nothing at all."""
+    lab = manned_lab
+    columns = ["a.b", 'it\'s `quoted` "twice"', "drop table x; --", "🎈", "select"]
+    values = ["/", "..", "../../etc", "%2F", "two\nlines", "", "a=b", "∅", " ", None]
+    declared = ", ".join(f"`{name.replace('`', '``')}` Int64" for name in columns)
+    lab.sql(
+        f"CREATE TABLE hostile (region Nullable(String), {declared}) ENGINE = MergeTree PARTITION BY region"
+        " ORDER BY tuple() SETTINGS allow_nullable_key = 1"
+    )
+    for number, value in enumerate(values):
+        cells = ", ".join(str(number) for _ in columns)
+        lab.clickhouse.command(
+            f"INSERT INTO {lab.database}.hostile SELECT {{v:Nullable(String)}}, {cells}",
+            parameters={"v": value},
+        )
+    document = lab.document(
+        "export", lab.source("hostile"), "iceberg://lake/db.hostile", "--all", "--create", "--detach"
+    )
+    for job in document["jobs"]:
+        ended = lab.wait_for_end(job["job_id"])
+        assert ended.state is State.COMPLETED, ended.error
+    rows = read_with_duckdb(lab.table("db.hostile").metadata_location)
+    assert rows.column_names == ["region", *columns]
+    found = sorted(zip(rows["a.b"].to_pylist(), rows["region"].to_pylist(), strict=True))
+    assert found == list(enumerate(values))
+    location = Path(lab.table("db.hostile").location().removeprefix("file://")).resolve()
+    for file in lab.table("db.hostile").inspect.files()["file_path"].to_pylist():
+        assert Path(file.removeprefix("file://")).resolve().is_relative_to(location / "data")
+
+
+REFUSALS = {
+    "an unknown partition": (("--partition", "209901"), "209901"),
+    "an unknown part": (("--part", "202401_9_9_0"), "202401_9_9_0"),
+    "nothing": ((), "--partition"),
+    "two choices": (("--all", "--partition", "202401"), "exclude"),
+    "several target partitions": (("--all",), "spans several partitions"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_refused_request_leaves_no_job_no_table_and_no_pin(manned_lab: Lab, what: str) -> None:
+    options, reason = REFUSALS[what]
+    case = Case(manned_lab)
+    manned_lab.make_events(case.table, parts=1, rows=10)
+    pins = manned_lab.pins()
+    if what == "several target partitions":
+        manned_lab.make_target(case.target, "bucket[16]", "id")
+    else:
+        options = (*options, "--create")
+    done = manned_lab.run(*case.arguments(*options))
+    assert done.returncode == 2, done.stderr
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
+    assert manned_lab.jobs(case.target) == []
+    assert manned_lab.pins() == pins
+    assert manned_lab.has_table(case.target) == (what == "several target partitions")
