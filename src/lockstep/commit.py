@@ -7,6 +7,7 @@ commit only keeps two workers from doing the same work.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,15 +31,23 @@ class Ending:
     error: ErrorInfo | None
 
 
-def commit(claim: CommitClaim, store: JobStore, target: Target, clock: Clock = SYSTEM_CLOCK) -> Job:
+def commit(
+    claim: CommitClaim,
+    store: JobStore,
+    target: Target,
+    clock: Clock = SYSTEM_CLOCK,
+    patience_s: float = math.inf,
+) -> Job:
     """Bring a committing job to its end; whoever holds the lease may call this, any number of times.
 
     Comes back with a job that is still `committing` only when the target could not be asked about a
-    request that may have landed: then nobody can know, and the commit is handed on to be tried later.
+    request that may have landed: then nobody can know, and the commit is handed on to be tried later. A
+    caller who cannot wait for the whole budget hands it on after `patience_s`.
     Raises: Fenced if another worker has taken the commit over.
     """
     failpoint("commit.after_intent")
     failures = 0
+    impatient_at = clock.now() + patience_s
     with _kept(store, claim.lease, claim.job.plan.limits.lease_s) as kept:
         while True:
             job = store.renew_commit(claim.lease, claim.job.plan.limits.lease_s)
@@ -51,9 +60,14 @@ def commit(claim: CommitClaim, store: JobStore, target: Target, clock: Clock = S
                 raise
             except Exception as error:  # unknown until the register says otherwise, whatever its class
                 failures += 1
-                handed_on = _after_failure(claim.lease, store, last_round, error)
-                if handed_on is not None:
-                    return handed_on
+                ended = _after_failure(claim.lease, store, last_round, error)
+                if ended is not None:
+                    return ended
+                if last_round or clock.now() >= impatient_at:
+                    # A request may be out there, and the target cannot be asked: neither completed nor
+                    # failed would be true.
+                    store.yield_commit(claim.lease, GIVE_UP_PAUSE_S)
+                    return store.read(job.job_id)
                 kept.check()
                 clock.sleep(backoff_s(failures, first_s=0.2, most_s=15.0))
 
@@ -125,7 +139,7 @@ def _reason_not_to_publish(
 
 
 def _after_failure(lease: CommitLease, store: JobStore, last_round: bool, error: Exception) -> Job | None:
-    """What to do when a round broke: go on (None), end the job, or hand the commit on.
+    """End the job after a round that broke, where that is certain to be true; else None.
 
     The round after the budget ran out is the last: it reads the register, and fences it.
     """
@@ -137,11 +151,7 @@ def _after_failure(lease: CommitLease, store: JobStore, last_round: bool, error:
             return store.end(lease, Event.FAIL, error=ErrorInfo.of(error))
         if last_round:
             return store.end(lease, Event.FAIL, error=_budget_error(job, error))
-    if not last_round:
-        return None
-    # A request is out there and the target cannot be asked: neither completed nor failed would be true.
-    store.yield_commit(lease, GIVE_UP_PAUSE_S)
-    return store.read(lease.job_id)
+    return None
 
 
 def _out_of_budget(job: Job, clock: Clock) -> ErrorInfo | None:
@@ -230,7 +240,13 @@ def _kept(store: JobStore, lease: CommitLease, lease_s: float) -> Iterator[_Keep
         thread.join(timeout=1.0)
 
 
-def run_commit(claim: CommitClaim, store: JobStore, config: Config, clock: Clock = SYSTEM_CLOCK) -> Job:
+def run_commit(
+    claim: CommitClaim,
+    store: JobStore,
+    config: Config,
+    clock: Clock = SYSTEM_CLOCK,
+    patience_s: float = math.inf,
+) -> Job:
     """`commit` on the target that the job's plan names.
 
     Raises: Fenced if another worker has taken the commit over.
@@ -243,10 +259,12 @@ def run_commit(claim: CommitClaim, store: JobStore, config: Config, clock: Clock
             store.yield_commit(claim.lease, GIVE_UP_PAUSE_S)
             return store.read(claim.job.job_id)
         return store.end(claim.lease, Event.FAIL, error=ErrorInfo.of(error))
-    return commit(claim, store, target, clock)
+    return commit(claim, store, target, clock, patience_s)
 
 
-def settle(store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_CLOCK) -> Job:
+def settle(
+    store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_CLOCK, patience_s: float = 5.0
+) -> Job:
     """Finish the commit of one job if nobody else is at it; else answer with the job as it is.
 
     A kill takes it even from a live committer: the register decides between the two.
@@ -256,6 +274,6 @@ def settle(store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_C
     if claim is None:
         return store.read(job_id)
     try:
-        return run_commit(claim, store, config, clock)
+        return run_commit(claim, store, config, clock, patience_s)
     except Fenced:
         return store.read(job_id)

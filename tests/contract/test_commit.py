@@ -254,6 +254,21 @@ def test_a_kill_fences_a_sleeping_committer_whose_request_is_still_to_come(bench
     assert bench.read().state is State.KILLED
 
 
+def test_a_kill_that_cannot_ask_the_target_does_not_wait_for_the_whole_budget(bench: Bench) -> None:
+    claim = bench.claim("dies")
+    bench.store.renew_commit(claim.lease, 30, attempted=True)
+    bench.store.stop(bench.job.job_id, Event.KILL)
+    bench.target.before_load = [down] * 500
+    begin = bench.lake.clock.now()
+    killer = bench.claim("killer", force=True)
+    assert commit(killer, bench.store, bench.target, bench.lake.clock, 5.0).state is State.COMMITTING
+    assert bench.lake.clock.now() - begin < 30
+    bench.target.before_load = []
+    bench.lake.clock.time += 60
+    assert bench.commit(bench.claim("w2")).state is State.KILLED
+    assert bench.lake.ids() == []
+
+
 def test_a_kill_that_comes_after_the_commit_landed_is_too_late(bench: Bench) -> None:
     def kill_arrives() -> None:
         bench.store.stop(bench.job.job_id, Event.KILL)

@@ -108,8 +108,8 @@ def _kill(session: Session, job: Job) -> Job:
     deadline = session.clock.now() + ANSWER_S
     while job.state is State.COMMITTING:
         try:
-            # If nobody holds the commit, the fence is ours to write; else this only reads the job.
-            job = settle(session.store, job.job_id, session.config, session.clock)
+            # A kill takes the commit over, so the fence is ours to write.
+            job = settle(session.store, job.job_id, session.config, session.clock, ANSWER_S)
         except LockstepError as error:
             session.remark(line(Span("warning: ", "yellow"), f"cannot fence the commit yet: {error.message}"))
         if job.state is not State.COMMITTING or session.clock.now() >= deadline:
