@@ -15,7 +15,7 @@ from typing import Final
 
 from lockstep.config import Config, expand
 from lockstep.errors import Corrupt, ErrorInfo, Fenced, Incompatible, Invalid, LockstepError, Retryable
-from lockstep.job import CommitLease, Event, Job, StagedFile
+from lockstep.job import CommitLease, Event, Job, StagedFile, commit_id
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, worker_name
 from lockstep.store import CommitClaim, JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
@@ -48,12 +48,12 @@ def commit(
     failpoint("commit.after_intent")
     failures = 0
     impatient_at = clock.now() + patience_s
-    with _kept(store, claim.lease, claim.job.plan.limits.lease_s) as kept:
+    with _kept(store, claim, clock) as kept:
         while True:
             job = store.renew_commit(claim.lease, claim.job.plan.limits.lease_s)
             last_round = _out_of_budget(job, clock) is not None
             try:
-                ended = _step(job, claim.lease, store, target, clock)
+                ended = _step(job, claim.lease, store, target, clock, last_round)
                 if ended is not None:
                     return ended
             except Fenced:
@@ -72,18 +72,23 @@ def commit(
                 clock.sleep(backoff_s(failures, first_s=0.2, most_s=15.0))
 
 
-def _step(job: Job, lease: CommitLease, store: JobStore, target: Target, clock: Clock) -> Job | None:
+def _step(
+    job: Job, lease: CommitLease, store: JobStore, target: Target, clock: Clock, last_round: bool
+) -> Job | None:
     """One round of the loop: read the register, then do the one thing that it calls for."""
+    # A table that is away for a moment, or hidden from us, proves nothing about a request that was sent.
+    may_end = job.commit_attempts == 0 or last_round
     try:
         head = target.load()
     except (Invalid, Incompatible) as error:
-        # A catalog that this worker does not know proves nothing; a table that is not there does.
-        if job.commit_attempts > 0 and target.exists():
-            raise
-        return store.end(lease, Event.FAIL, error=ErrorInfo.of(error))
+        if may_end and not (job.commit_attempts > 0 and target.exists()):
+            return store.end(lease, Event.FAIL, error=ErrorInfo.of(error))
+        raise
     if head.uuid != job.plan.target_uuid:
-        return store.end(lease, Event.FAIL, error=ErrorInfo.of(_replaced(job, head)))
-    outcome, snapshot_id = target.outcome(head, job.commit_id)
+        if may_end:
+            return store.end(lease, Event.FAIL, error=ErrorInfo.of(_replaced(job, head)))
+        raise _replaced(job, head)
+    outcome, snapshot_id = _outcome(job, head, target)
     if outcome is Outcome.COMMITTED:
         failpoint("commit.before_record")
         return store.end(lease, Event.COMMITTED, snapshot_id=snapshot_id)
@@ -94,6 +99,16 @@ def _step(job: Job, lease: CommitLease, store: JobStore, target: Target, clock: 
     if ending is None:
         ending = _publish(job, lease, head, files, store, target)
     return None if ending is None else _end_unpublished(job, lease, head, ending, store, target)
+
+
+def _outcome(job: Job, head: TargetTable, target: Target) -> tuple[Outcome, int | None]:
+    """The register, of earlier generations first: one of them may have landed after all, and rows that are
+    there must not be published again."""
+    for generation in range(1, job.generation):
+        earlier = target.outcome(head, commit_id(job.job_id, generation))
+        if earlier[0] is Outcome.COMMITTED:
+            return earlier
+    return target.outcome(head, job.commit_id)
 
 
 def _publish(
@@ -133,6 +148,8 @@ def _reason_not_to_publish(
     if differences := target.drift(head, job.plan):
         return Ending(Event.FAIL, ErrorInfo.of(_drifted(job, differences))), []
     files = list(store.manifest(job.job_id, job.plan.stages[-1]))
+    if job.plan.rows is not None and (rows := sum(file.rows for file in files)) != job.plan.rows:
+        return Ending(Event.FAIL, ErrorInfo.of(_miscounted(rows, job.plan.rows))), []
     if gone := target.missing(files):
         return Ending(Event.FAIL, ErrorInfo.of(_files_missing(gone))), []
     return None, files
@@ -198,6 +215,13 @@ def _files_missing(gone: list[str]) -> LockstepError:
     )
 
 
+def _miscounted(rows: int, planned: int) -> LockstepError:
+    return Corrupt(
+        f"the written files hold {rows} rows, but {planned} were planned",
+        hint="nothing was published; export the partition again, and report this with the job's history",
+    )
+
+
 def _fenced_elsewhere(job: Job) -> LockstepError:
     return Retryable(
         f"the commit {job.commit_id} was fenced before it could be published",
@@ -216,13 +240,19 @@ class _Keeper:
 
 
 @contextlib.contextmanager
-def _kept(store: JobStore, lease: CommitLease, lease_s: float) -> Iterator[_Keeper]:
-    """Keep the commit's lease alive in the background while a long step runs."""
+def _kept(store: JobStore, claim: CommitClaim, clock: Clock) -> Iterator[_Keeper]:
+    """Keep the commit's lease alive in the background while a long step runs.
+
+    Not for ever: a step that hangs beyond the commit's deadline lets somebody else try.
+    """
     keeper = _Keeper()
     ended = threading.Event()
+    lease, limits = claim.lease, claim.job.plan.limits
+    lease_s = limits.lease_s
+    until = clock.now() + limits.commit_deadline_s + lease_s
 
     def keep() -> None:
-        while not ended.wait(lease_s / 3):
+        while not ended.wait(lease_s / 3) and clock.now() < until:
             try:
                 store.renew_commit(lease, lease_s)
             except Fenced as error:

@@ -5,6 +5,7 @@ Either every job of the request is created, or nothing is: no job, no table, no 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.commit import settle
 from lockstep.config import Config, expand, protect
 from lockstep.errors import Conflict, Invalid, LockstepError
+from lockstep.existing import Decision, Selection, Skipped, decide
 from lockstep.job import (
     ColumnMap,
     Event,
@@ -21,7 +23,6 @@ from lockstep.job import (
     Job,
     Kind,
     NewJob,
-    Piece,
     Plan,
     State,
     TaskSpec,
@@ -64,13 +65,6 @@ class ExportRequest:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    partition: str
-    reason: str
-    job_id: str | None
-
-
-@dataclass(frozen=True)
 class PlanPreview:
     """What a job would do, for `--dry-run`."""
 
@@ -88,32 +82,6 @@ class Planned:
     skipped: list[Skipped] = field(default_factory=list)
     previews: list[PlanPreview] = field(default_factory=list)
     created_table: bool = False
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What one job is to export: a partition, whole or only some parts of it."""
-
-    partition: PartitionInfo
-    whole: bool
-    pieces: tuple[Piece, ...]
-
-    @property
-    def label(self) -> str:
-        """How messages and the job's `partition` field name it."""
-        if self.whole:
-            return self.partition.partition_id
-        return f"{self.partition.partition_id} ({', '.join(piece.name for piece in self.pieces)})"
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What `--on-existing` makes of the jobs that hold the same rows."""
-
-    selection: Selection | None
-    skipped: Skipped | None = None
-    beside: frozenset[str] = frozenset()
-    replaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,11 +128,13 @@ def release_pin(store: JobStore, job: Job, config: Config) -> None:
             source.unpin(job.plan.pin, UNPIN_TIMEOUT_S)
         finally:
             source.close()
-    except Invalid:
-        pass  # the server, its credentials or the table are gone: there is nothing left to give up
     except LockstepError:
         return
     store.released(job.job_id)
+
+
+def scope_name(scope: str) -> str:
+    return hashlib.sha256(scope.encode()).hexdigest()[:16]
 
 
 def absolute_address(address: str) -> str:
@@ -173,87 +143,6 @@ def absolute_address(address: str) -> str:
     if scheme not in {"chdb", "parquet"} or "://" in address or not colon:
         return address
     return f"{scheme}:{Path(rest).expanduser().absolute()}"
-
-
-def decide(wanted: Selection, scope: str, holders: Sequence[Job], mode: str) -> Decision:
-    """What `mode` makes of the jobs that hold rows of this partition. Pure: it touches no store.
-
-    Raises: Conflict, naming the job in the way. A live job that `replace` must fence first is in `replaces`.
-    """
-    holding = Holding(scope, wanted.whole, wanted.pieces)
-    if mode == "replace" and wanted.whole:
-        rivals = [job for job in holders if job.holding.scope == scope]
-    else:
-        rivals = [job for job in holders if holding.overlap(job.holding) or job.holding.overlap(holding)]
-    if not rivals:
-        return Decision(wanted)
-    if mode == "skip":
-        return _skip(wanted, rivals)
-    if mode == "append":
-        for job in rivals:
-            if job.state.live:
-                raise _in_the_way(wanted, job, "wait for it, kill it, or pass --on-existing replace")
-        return Decision(wanted, beside=frozenset(job.job_id for job in rivals))
-    if mode == "replace":
-        for job in rivals:
-            if job.holding.whole and not wanted.whole:
-                raise _in_the_way(
-                    wanted, job, f"replace the whole partition: --partition {job.plan.partition}"
-                )
-        return Decision(
-            wanted,
-            beside=frozenset(job.job_id for job in rivals),
-            replaces=tuple(job.job_id for job in rivals),
-        )
-    hint = "pass --on-existing skip, append or replace"
-    raise _in_the_way(
-        wanted, rivals[0], hint if not rivals[0].state.live else f"{hint}, or wait for it to end"
-    )
-
-
-def _skip(wanted: Selection, rivals: Sequence[Job]) -> Decision:
-    for job in rivals:
-        if job.holding.whole:
-            return Decision(None, Skipped(wanted.label, f"job {job.job_id} is {job.state}", job.job_id))
-    left = []
-    for piece in wanted.pieces:
-        there = [(job, held) for job in rivals for held in job.holding.pieces if piece.overlaps(held)]
-        if not there:
-            left.append(piece)
-            continue
-        job, _ = there[0]
-        held = [one for _, one in there]
-        if not _covered(piece, held):
-            raise Conflict(
-                f"part {piece.name} was merged from rows that job {job.job_id} exported "
-                "and rows that it did not",
-                job_id=job.job_id,
-                hint="pass --on-existing replace with the whole partition",
-            )
-    if not left:
-        job = rivals[0]
-        return Decision(None, Skipped(wanted.label, f"job {job.job_id} is {job.state}", job.job_id))
-    rest = replace(wanted, whole=False, pieces=tuple(left))
-    return Decision(rest)
-
-
-def _covered(piece: Piece, held: Iterable[Piece]) -> bool:
-    """True if the block range of `piece` lies within what is held (or the names are the same)."""
-    if piece.first is None or piece.last is None:
-        return any(piece.name == one.name for one in held)
-    reached = piece.first
-    for one in sorted(held, key=lambda one: one.first or 0):
-        if one.first is None or one.last is None or one.first > reached:
-            continue
-        reached = max(reached, one.last + 1)
-    return reached > piece.last
-
-
-def _in_the_way(wanted: Selection, job: Job, hint: str) -> Conflict:
-    verb = "is being exported by" if job.state.live else "was exported by"
-    return Conflict(
-        f"partition {wanted.label} {verb} job {job.job_id} ({job.state})", job_id=job.job_id, hint=hint
-    )
 
 
 def _check_request(request: ExportRequest) -> None:
@@ -341,11 +230,18 @@ class _Planner:
             created = head.uuid == UNBORN
             if created:
                 head = self.target.create(head.schema, head.spec, head.sort_order)
-                undo.callback(self.target.drop_if_empty)
+                undo.callback(self._take_back, head.uuid)
                 columns = self._columns(head)
+            # Earlier jobs are ended last: a request that is refused has not touched them.
+            drafts = [replace(draft, decision=self._fenced(draft.decision)) for draft in drafts]
             jobs = self._create(drafts, head, columns)
             undo.pop_all()
             return Planned(jobs, skipped, created_table=created)
+
+    def _take_back(self, table_uuid: str) -> None:
+        """Drop a table that this request created, unless a job of somebody else counts on it by now."""
+        if not any(job.plan.target_uuid == table_uuid for job in self.store.list()):
+            self.target.drop_if_empty(table_uuid)
 
     def _head(self) -> TargetTable:
         """The target as it is, or as `--create` would make it."""
@@ -376,15 +272,30 @@ class _Planner:
         if head.uuid == UNBORN:
             return Decision(wanted)
         scope = self._scope(head, wanted.partition.partition_id)
-        decision = decide(wanted, scope, self.store.holders(scope), self.request.on_existing)
-        if not decision.replaces or self.dry_run:
+        holders = self.store.holders(scope)
+        decision = decide(wanted, scope, holders, self.request.on_existing)
+        if self.request.on_existing != "replace":
             return decision
+        known = {job.commit_id for job in holders}
+        forgotten = [c for c in self.target.published_from(head, scope_name(scope)) if c not in known]
+        if forgotten and not wanted.whole:
+            raise Invalid(
+                f"rows of partition {wanted.partition.partition_id} were published by jobs that the store "
+                "has forgotten, and it cannot be told which of them are in this part",
+                hint=f"replace all: --partition {wanted.partition.partition_id}",
+            )
+        return replace(decision, forgotten=tuple(forgotten))
+
+    def _fenced(self, decision: Decision) -> Decision:
+        """End the earlier jobs that a `replace` takes the place of, and note what they have published."""
         ended = [self._fence(job_id) for job_id in decision.replaces]
         published = [job for job in ended if job.state is State.COMPLETED]
+        if not decision.replaces and not decision.forgotten:
+            return decision
         return replace(
             decision,
             beside=frozenset(job.job_id for job in published),
-            replaces=tuple(job.commit_id for job in published),
+            replaces=(*(job.commit_id for job in published), *decision.forgotten),
         )
 
     def _fence(self, job_id: str) -> Job:
@@ -506,6 +417,7 @@ class _Planner:
             deadline_s=self.request.deadline_s,
             on_existing=self.request.on_existing,
             replaces=draft.decision.replaces,
+            scope=scope_name(self._scope(head, draft.selection.partition.partition_id)),
             limits=self.config.limits,
             properties=head.properties,
         )

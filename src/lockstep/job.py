@@ -258,6 +258,8 @@ class Plan:
     on_existing: str = "error"
     replaces: Sequence[str] = ()
     """Commit ids of the earlier jobs whose files this one replaces."""
+    scope: str = ""
+    """A short name of source partition and target, for the target's own memory."""
     limits: Limits = Limits()
     properties: Json = field(default_factory=dict)
     format_version: int = PLAN_FORMAT

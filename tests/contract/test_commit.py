@@ -17,7 +17,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import StringType
 
 from lockstep.commit import commit
-from lockstep.errors import CommitUnknown, Fenced, Retryable
+from lockstep.errors import CommitUnknown, Fenced, Invalid, Retryable
 from lockstep.job import (
     Event,
     Holding,
@@ -307,6 +307,41 @@ def test_a_table_that_was_replaced_is_not_written_to(bench: Bench) -> None:
     assert job.state is State.FAILED
     assert job.error is not None
     assert "replaced" in job.error.message
+
+
+def test_a_table_that_is_away_for_a_moment_does_not_end_a_commit_that_was_sent(bench: Bench) -> None:
+    def away() -> None:
+        raise Invalid("there is no such table")
+
+    bench.target.after_publish = [unknown]
+    bench.target.before_load = [lambda: None, away, away]
+    assert bench.commit().state is State.COMPLETED
+    assert bench.lake.ids() == [1, 2, 3]
+
+
+def test_a_retry_of_a_commit_that_had_landed_after_all_publishes_nothing_again(bench: Bench) -> None:
+    """The job failed because its table could not be found for its whole budget, and then it came back."""
+    head = bench.target.load()
+    claim = bench.claim("dies")
+    bench.store.renew_commit(claim.lease, 30, attempted=True)
+    landed = bench.lake.target.publish(
+        head, bench.job.plan, bench.job.commit_id, bench.job.job_id, bench.files()
+    )
+    bench.store.end(claim.lease, Event.FAIL)
+    bench.store.retry(bench.job.job_id)
+    job = bench.commit()
+    assert job.state is State.COMPLETED
+    assert job.snapshot_id == landed
+    assert bench.lake.ids() == [1, 2, 3]
+
+
+def test_files_that_do_not_add_up_to_the_plan_are_not_published(bench: Bench) -> None:
+    bench.job = bench.ready("job-b", bench.lake.stage([7, 8]), rows=3)
+    job = bench.commit()
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert "2 rows, but 3 were planned" in job.error.message
+    assert bench.lake.ids() == []
 
 
 def test_a_failed_commit_can_be_retried_under_a_new_commit_id(bench: Bench) -> None:

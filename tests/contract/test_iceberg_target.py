@@ -694,14 +694,31 @@ def test_created_tables_are_loaded_as_the_catalog_numbered_them(lake) -> None:
 
 
 def test_only_a_table_that_was_never_written_is_taken_back(lake) -> None:
-    lake.create()
-    lake.target.drop_if_empty()
+    head = lake.create()
+    lake.target.drop_if_empty("00000000-0000-0000-0000-000000000000")
+    assert lake.target.exists()
+    lake.target.drop_if_empty(head.uuid)
     assert not lake.target.exists()
-    lake.target.drop_if_empty()
-    lake.create()
+    lake.target.drop_if_empty(head.uuid)
+    again = lake.create()
     lake.publish("ours", lake.stage([1]))
-    lake.target.drop_if_empty()
+    lake.target.drop_if_empty(again.uuid)
     assert lake.ids() == [1]
+
+
+def test_the_table_remembers_which_partition_its_rows_came_from_until_they_are_replaced(lake) -> None:
+    head = lake.create()
+    first = commit_id("first", 1)
+    files = [lake.stage([1])]
+    lake.target.publish(head, lake.plan(head, scope="here"), first, "first", files)
+    head = lake.target.load()
+    assert lake.target.published_from(head, "here") == [first]
+    assert lake.target.published_from(head, "elsewhere") == []
+    second = commit_id("second", 1)
+    plan = lake.plan(head, scope="here", replaces=(first,))
+    lake.target.publish(head, plan, second, "second", [lake.stage([2])])
+    assert lake.target.published_from(lake.target.load(), "here") == [second]
+    assert lake.ids() == [2]
 
 
 def test_a_table_that_was_made_again_has_another_uuid_and_takes_no_old_commit(lake) -> None:

@@ -48,12 +48,19 @@ class Target(Protocol):
         """Create the table, or load it where somebody else just did (the caller compares the schema)."""
         ...
 
-    def drop_if_empty(self) -> None:
-        """Take a table back that has no snapshot yet; one with snapshots, or none at all, is left alone."""
+    def drop_if_empty(self, uuid: str) -> None:
+        """Take the table with this UUID back if it has no snapshot yet; any other one is left alone."""
         ...
 
     def outcome(self, head: TargetTable, commit_id: str) -> tuple[Outcome, int | None]:
         """What the register says, and the snapshot id where it is committed."""
+        ...
+
+    def published_from(self, head: TargetTable, scope: str) -> list[str]:
+        """The commit ids whose rows came from this source partition and were not replaced since.
+
+        The table remembers them longer than the job store does, so that `replace` never adds rows twice.
+        """
         ...
 
     def drift(self, head: TargetTable, plan: Plan) -> list[str]:

@@ -53,6 +53,7 @@ from lockstep.target.snapshot import (
     Removal,
     SnapshotBuilder,
     ledger_entry,
+    published_from,
 )
 
 if TYPE_CHECKING:
@@ -113,11 +114,12 @@ class IcebergTarget:
                 table = catalog.load_table(self._identifier)
             return self._loaded(table)
 
-    def drop_if_empty(self) -> None:
+    def drop_if_empty(self, uuid: str) -> None:
         with self._answers():
             catalog = self._open()
             try:
-                if not catalog.load_table(self._identifier).metadata.snapshots:
+                metadata = catalog.load_table(self._identifier).metadata
+                if str(metadata.table_uuid) == uuid and not metadata.snapshots:
                     catalog.drop_table(self._identifier)
             except NoSuchTableError:
                 return
@@ -147,6 +149,9 @@ class IcebergTarget:
         if entry is None:
             return Outcome.OPEN, None
         return (Outcome.FENCED, None) if entry.fenced else (Outcome.COMMITTED, entry.snapshot_id)
+
+    def published_from(self, head: TargetTable, scope: str) -> list[str]:
+        return published_from(_table(head).metadata, scope)
 
     def publish(
         self, head: TargetTable, plan: Plan, commit_id: str, job_id: str, files: Sequence[StagedFile]
@@ -183,7 +188,7 @@ class IcebergTarget:
         with self._before_sending("publish to"):
             builder = SnapshotBuilder(_table(head), commit_id, self._clock)
             removal = plan_removal(builder, plan, files) if plan.replaces else Removal()
-            return builder.publish(files, removal, labels)
+            return builder.publish(files, removal, labels, plan.scope)
 
     def send(self, head: TargetTable, prepared: Prepared) -> None:
         """Hand a prepared commit to the catalog.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from struct import pack
 from typing import Any, Final
 from uuid import UUID
@@ -72,12 +72,14 @@ class LedgerEntry:
     """What the table's properties keep of a commit id after its snapshot has expired.
 
     `rows` is what it added and what is still to be removed by a `replace`: 0 once it was replaced.
+    `scope` tells from which source partition they came, after the job store has forgotten the job.
     """
 
     fenced: bool
     snapshot_id: int
     at_ms: int
     rows: int = 0
+    scope: str = ""
 
     def to_text(self) -> str:
         raw = {
@@ -86,6 +88,8 @@ class LedgerEntry:
             "at-ms": self.at_ms,
             "rows": self.rows,
         }
+        if self.scope:
+            raw["scope"] = self.scope
         return json.dumps(raw, separators=(",", ":"))
 
     @classmethod
@@ -96,7 +100,8 @@ class LedgerEntry:
             if raw["outcome"] not in ("fenced", "committed"):
                 raise ValueError(raw["outcome"])
             fenced = raw["outcome"] == "fenced"
-            return cls(fenced, int(raw["snapshot-id"]), int(raw["at-ms"]), int(raw.get("rows", 0)))
+            rows, scope = int(raw.get("rows", 0)), str(raw.get("scope", ""))
+            return cls(fenced, int(raw["snapshot-id"]), int(raw["at-ms"]), rows, scope)
         except (ValueError, KeyError, TypeError) as error:
             raise Corrupt(
                 f"the table property {name} is not an entry of the commit ledger: {text[:80]!r}",
@@ -108,6 +113,16 @@ def ledger_entry(metadata: TableMetadata, commit_id: str) -> LedgerEntry | None:
     name = LEDGER_PREFIX + commit_id
     text = metadata.properties.get(name)
     return None if text is None else LedgerEntry.from_text(name, text)
+
+
+def published_from(metadata: TableMetadata, scope: str) -> list[str]:
+    """The commits whose rows came from this source partition and were not replaced since."""
+    entries = {
+        name.removeprefix(LEDGER_PREFIX): LedgerEntry.from_text(name, text)
+        for name, text in metadata.properties.items()
+        if name.startswith(LEDGER_PREFIX)
+    }
+    return [commit for commit, entry in entries.items() if entry.rows and entry.scope == scope]
 
 
 @dataclass(frozen=True)
@@ -210,14 +225,16 @@ class SnapshotBuilder:
 
     # The commits
 
-    def publish(self, files: Sequence[StagedFile], removal: Removal, labels: Mapping[str, str]) -> Prepared:
+    def publish(
+        self, files: Sequence[StagedFile], removal: Removal, labels: Mapping[str, str], scope: str = ""
+    ) -> Prepared:
         """Files in, the removed ones out, the branch on it, and the ledger's entry: one commit."""
         spec = self.metadata.spec()
         added = data_files(files, self.metadata)
         manifests = self.write_manifests(spec, _added_entries(self.snapshot_id, added))
         for manifest in self.parent_manifests():
             manifests.extend(removal.rewritten.get(manifest.manifest_path, (manifest,)))
-        operation = Operation.OVERWRITE if removal.replaced else Operation.APPEND
+        operation = Operation.OVERWRITE if removal.files or removal.replaced else Operation.APPEND
         sequence_number = self.metadata.next_sequence_number()
         snapshot = self._snapshot(
             self.write_manifest_list(manifests, sequence_number),
@@ -226,7 +243,7 @@ class SnapshotBuilder:
         )
         rows = sum(file.rows for file in files)
         emptied = {commit: _emptied(entry) for commit, entry in removal.replaced.items()}
-        entries = {**emptied, self.commit_id: self._entry(rows=rows)}
+        entries = {**emptied, self.commit_id: self._entry(rows=rows, scope=scope)}
         return Prepared(
             self.snapshot_id,
             (self._same_table(), self._same_head()),
@@ -297,8 +314,8 @@ class SnapshotBuilder:
         raw = {"ref-name": MAIN_BRANCH, "type": SnapshotRefType.BRANCH, "snapshot-id": self.snapshot_id}
         return SetSnapshotRefUpdate.model_validate({**kept, **raw})
 
-    def _entry(self, *, fenced: bool = False, rows: int = 0) -> LedgerEntry:
-        return LedgerEntry(fenced, self.snapshot_id, self.timestamp_ms, rows)
+    def _entry(self, *, fenced: bool = False, rows: int = 0, scope: str = "") -> LedgerEntry:
+        return LedgerEntry(fenced, self.snapshot_id, self.timestamp_ms, rows, scope)
 
     def _ledger(self, entries: Mapping[str, LedgerEntry]) -> Iterator[TableUpdate]:
         """Set the entries; the oldest beyond the limit go in the same commit."""
@@ -315,7 +332,7 @@ class SnapshotBuilder:
 
 
 def _emptied(entry: LedgerEntry) -> LedgerEntry:
-    return LedgerEntry(entry.fenced, entry.snapshot_id, entry.at_ms, rows=0)
+    return replace(entry, rows=0)
 
 
 def _added_entries(snapshot_id: int, files: Iterable[DataFile]) -> Iterator[ManifestEntry]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import Conflict
-from lockstep.exporter import Selection, decide
+from lockstep.existing import Selection, decide
 from lockstep.job import Holding, Job, Kind, Piece, Plan, State
 from lockstep.source import PartitionInfo
 
@@ -131,3 +131,22 @@ def test_replace_of_a_part_inside_an_exported_partition_is_refused() -> None:
     with pytest.raises(Conflict, match="job-a") as caught:
         decide(selection(ONE, whole=False), SCOPE, [holder("job-a", State.COMPLETED, ONE, TWO)], "replace")
     assert "--partition" in str(caught.value.hint)
+
+
+def test_replace_of_a_part_is_refused_when_its_job_wrote_other_parts_too() -> None:
+    """The earlier commit is removed as a whole: the rows of the other part would vanish."""
+    earlier = holder("job-a", State.COMPLETED, TWO, THREE, whole=False)
+    with pytest.raises(Conflict, match="job-a") as caught:
+        decide(selection(TWO, whole=False), SCOPE, [earlier], "replace")
+    assert "--partition" in str(caught.value.hint)
+
+
+def test_replace_of_a_part_takes_a_job_that_wrote_just_this_part() -> None:
+    earlier = holder("job-a", State.COMPLETED, ONE, whole=False)
+    assert decide(selection(ONE, whole=False), SCOPE, [earlier], "replace").replaces == ("job-a",)
+
+
+def test_skip_of_a_merged_part_with_rows_that_an_exported_partition_did_not_have_is_refused() -> None:
+    merged = Piece("202401_1_3_2", 1, 3)
+    with pytest.raises(Conflict, match="merged"):
+        decide(selection(merged, whole=False), SCOPE, [holder("job-a", State.COMPLETED, ONE, TWO)], "skip")
