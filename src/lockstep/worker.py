@@ -7,9 +7,10 @@ another one goes on from the last checkpoint.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 from lockstep.attempt import Assignment, run_attempt
 from lockstep.commit import run_commit
 from lockstep.config import Config, expand
+from lockstep.engine import Engine
 from lockstep.engine.channel import ChannelServer
 from lockstep.errors import ErrorInfo, Fenced, LockstepError, Retryable
 from lockstep.exporter import release_pin
@@ -35,6 +37,7 @@ from lockstep.job import (
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, is_dead, worker_name
 from lockstep.store import Claim, CommitClaim, JobStore
 
+_LOG: Final = logging.getLogger(__name__)
 BEAT_S: Final = 1.0
 POLL_S: Final = 0.5
 STOP_GRACE_S: Final = 2.5
@@ -59,7 +62,10 @@ class Held:
     group: str
     progress: Progress
     begun: bool = False
+    started_at: float | None = None
     heard_at: float = 0.0
+    calls: int = 0
+    """Calls of its executor that are being answered: it is not silent while it waits for us."""
     verdict: Verdict = Verdict.GO_ON
     told_at: float | None = None
 
@@ -68,6 +74,7 @@ class Held:
 class Wave:
     future: Future[None]
     keys: set[TaskKey] = field(default_factory=set)
+    cancelled: bool = False
 
 
 def retry_delay_s(task: Task, error: ErrorInfo, limits: Limits, now: float) -> float | None:
@@ -90,7 +97,9 @@ class Worker:
         *,
         job_ids: Collection[str] | None = None,
         on_progress: Callable[[], None] | None = None,
+        engine: Engine | None = None,
     ) -> None:
+        """`engine` None: Spark, started when the first task is to run."""
         self.name = worker_name()
         self._config = config
         self._store = store
@@ -101,11 +110,13 @@ class Worker:
         self._wake = threading.Event()
         self._held: dict[TaskKey, Held] = {}
         self._waves: dict[str, Wave] = {}
-        self._engine: Any = None
+        self._engine = engine
         self._channel: ChannelServer | None = None
+        self._spark_log = config.state_folder / "spark.log"
         self._committers = ThreadPoolExecutor(COMMITTERS, thread_name_prefix="commit")
+        self._unpinners = ThreadPoolExecutor(COMMITTERS, thread_name_prefix="unpin")
         self._commits: dict[str, Future[None]] = {}
-        self._target_locks: dict[str, threading.Lock] = {}
+        """By the UUID of the table: one at a time into each, or our own would make each other retry."""
         self._unpins: dict[str, tuple[Future[None], float]] = {}
         self._waves_started = 0
         self._expired_at = 0.0
@@ -125,6 +136,11 @@ class Worker:
                 self._round()
                 if self._on_progress:
                     self._on_progress()
+                if not self._alive:
+                    raise Retryable(
+                        "Spark's Java process has ended; the jobs are as they were",
+                        hint=f"start a worker again; {self._spark_log} may say why",
+                    )
                 if self._finished(until):
                     return
                 self._wake.wait(POLL_S)
@@ -140,13 +156,17 @@ class Worker:
             live = self._live()
             self._take_over_from_the_dead(live)
             self._enforce_deadlines(live)
-            self._start_commits()
+            self._start_commits(live)
             self._start_tasks(live)
             self._start_unpins()
             self._expire()
         except Retryable:
             # The store is away: what runs goes on, and the next round asks again.
             self._clock.sleep(POLL_S)
+
+    @property
+    def _alive(self) -> bool:
+        return self._engine is None or self._engine.alive
 
     def _live(self) -> list[Job]:
         return [job for job in self._store.list(TO_DO) if self._is_mine(job)]
@@ -163,9 +183,11 @@ class Worker:
         now = self._clock.now()
         for job in live:
             deadline_s = job.plan.deadline_s
-            if job.state is State.COMMITTING or deadline_s is None:
+            # A retry has the whole deadline again, from when it starts to run.
+            began = job.created_at if job.generation == 1 else job.started_at
+            if job.state is State.COMMITTING or deadline_s is None or began is None:
                 continue
-            if now - job.created_at > deadline_s:
+            if now - began > deadline_s:
                 error = ErrorInfo(
                     "Retryable",
                     f"the job did not finish within its deadline of {deadline_s:g} s",
@@ -176,15 +198,19 @@ class Worker:
     def _start_tasks(self, live: Sequence[Job]) -> None:
         if all(job.state is State.COMMITTING for job in live):
             return
-        self._start_engine()
+        engine = self._start_engine()
         with self._lock:
-            free = self._engine.slots + 1 - len(self._held)
+            free = engine.slots + 1 - len(self._held)
         if free <= 0:
             return
         claims = self._store.claim(self.name, free, self._config.limits.lease_s, self._job_ids)
         runnable = [claim for claim in claims if not self._spent(claim)]
         for job_id in dict.fromkeys(claim.job.job_id for claim in runnable):
-            self._launch([claim for claim in runnable if claim.job.job_id == job_id])
+            wave = [claim for claim in runnable if claim.job.job_id == job_id]
+            try:
+                self._launch(wave)
+            except LockstepError as error:
+                self._fail_unlaunched(wave, error)
 
     def _spent(self, claim: Claim) -> bool:
         """Fail a task whose attempts all died without a word, instead of running it for ever."""
@@ -199,18 +225,34 @@ class Worker:
             last.hint if last else None,
             claim.task.index,
         )
-        self._store.fail(claim.lease, error, None)
+        with contextlib.suppress(Fenced):
+            self._store.fail(claim.lease, error, None)
         return True
 
-    def _start_engine(self) -> None:
-        if self._engine is not None:
-            return
-        from lockstep.engine.spark import Engine
+    def _fail_unlaunched(self, claims: Sequence[Claim], error: LockstepError) -> None:
+        """What keeps one job from running here, such as an unset variable, spends its own budget only.
 
-        self._engine = Engine(self._config.spark, self._config.state_folder / "spark.log")
-        self._channel = ChannelServer(self._answer, self._engine.driver_host)
+        It may run on another worker, so the error is not final, whatever its class.
+        """
+        info = ErrorInfo("Retryable", error.message, error.hint)
+        for claim in claims:
+            with contextlib.suppress(Fenced):
+                lease = self._store.begin(claim.lease, self._config.limits.lease_s).lease
+                task = replace(claim.task, attempts=claim.task.attempts + 1)
+                delay_s = retry_delay_s(task, info, claim.job.plan.limits, self._clock.now())
+                self._store.fail(lease, replace(info, task=claim.task.index), delay_s)
+
+    def _start_engine(self) -> Engine:
+        if self._engine is None:
+            from lockstep.engine.spark import SparkEngine
+
+            self._engine = SparkEngine(self._config.spark, self._spark_log)
+        if self._channel is None:
+            self._channel = ChannelServer(self._answer, self._engine.driver_host)
+        return self._engine
 
     def _launch(self, claims: list[Claim]) -> None:
+        assert self._engine is not None
         assert self._channel is not None
         self._waves_started += 1
         group = f"lockstep-{self.name}-{self._waves_started}"
@@ -239,27 +281,25 @@ class Worker:
             self._waves[group] = Wave(future, {_key(claim.lease) for claim in claims})
         future.add_done_callback(lambda done: self._wave_ended(group, done))
 
-    def _start_commits(self) -> None:
-        with self._lock:
-            self._commits = {job_id: f for job_id, f in self._commits.items() if not f.done()}
-            free = COMMITTERS - len(self._commits)
-        for _ in range(free):
-            claim = self._store.claim_commit(self.name, self._config.limits.lease_s, self._job_ids)
-            if claim is None:
+    def _start_commits(self, live: Sequence[Job]) -> None:
+        self._commits = {table: future for table, future in self._commits.items() if not future.done()}
+        for job in reversed(live):
+            table = job.plan.target_uuid
+            if job.state is not State.COMMITTING or table in self._commits:
+                continue
+            if len(self._commits) == COMMITTERS:
                 return
-            with self._lock:
-                self._commits[claim.job.job_id] = self._committers.submit(self._commit, claim)
+            claim = self._store.claim_commit(self.name, self._config.limits.lease_s, {job.job_id})
+            if claim is not None:
+                self._commits[table] = self._committers.submit(self._commit, claim)
 
     def _commit(self, claim: CommitClaim) -> None:
-        with self._lock:
-            lock = self._target_locks.setdefault(claim.job.plan.target_uuid, threading.Lock())
         try:
-            # One at a time into each table: commits of our own would only make each other retry.
-            with lock:
-                run_commit(claim, self._store, self._config, self._clock)
+            run_commit(claim, self._store, self._config, self._clock)
         except Fenced:
             return  # somebody else has taken it over
         except Exception:  # nothing is known: the commit stays open, and is claimed again a little later
+            _LOG.info("the commit of job %s stays open", claim.job.job_id, exc_info=True)
             self._store.yield_commit(claim.lease, backoff_s(4))
         finally:
             self._wake.set()
@@ -267,12 +307,10 @@ class Worker:
     def _start_unpins(self) -> None:
         now = self._clock.now()
         for job in self._store.unreleased():
-            if not self._is_mine(job):
-                continue
             earlier = self._unpins.get(job.job_id)
             if earlier and (not earlier[0].done() or now - earlier[1] < UNPIN_PAUSE_S):
                 continue
-            future = self._committers.submit(release_pin, self._store, job, self._config)
+            future = self._unpinners.submit(release_pin, self._store, job, self._config)
             self._unpins[job.job_id] = (future, now)
 
     def _expire(self) -> None:
@@ -293,7 +331,22 @@ class Worker:
             "fail": self._on_fail,
             "release": self._on_release,
         }
-        return answers[verb](lease, body)
+        with self._being_answered(lease):
+            return answers[verb](lease, body)
+
+    @contextlib.contextmanager
+    def _being_answered(self, lease: Lease) -> Iterator[None]:
+        with self._lock:
+            held = self._held.get(_key(lease))
+            if held is not None:
+                held.calls += 1
+        try:
+            yield
+        finally:
+            if held is not None:
+                with self._lock:
+                    held.calls -= 1
+                    held.heard_at = self._clock.now()
 
     def _on_begin(self, lease: Lease, body: Json) -> Json:
         with self._lock:
@@ -305,6 +358,7 @@ class Worker:
             held.lease = begun.lease
             held.begun = True
             held.heard_at = self._clock.now()
+            held.started_at = held.started_at or held.claim.task.started_at or held.heard_at
             held.progress = Progress(begun.rows_done, begun.bytes_done)
         return {
             "lease": vars(begun.lease),
@@ -344,7 +398,10 @@ class Worker:
         self._fail(lease, error)
 
     def _on_release(self, lease: Lease, body: Json) -> None:
-        self._patiently(lambda: self._store.release(lease))
+        self._release(lease, unspent=True)
+
+    def _release(self, lease: Lease, *, unspent: bool) -> None:
+        self._patiently(lambda: self._store.release(lease, unspent=unspent))
         self._drop(lease)
 
     def _fail(self, lease: Lease, error: ErrorInfo) -> None:
@@ -352,7 +409,7 @@ class Worker:
         if held is None:
             return
         attempted = held.claim.task.attempts + max(1, lease.epoch - held.claim.lease.epoch)
-        task = replace(held.claim.task, attempts=attempted)
+        task = replace(held.claim.task, attempts=attempted, started_at=held.started_at)
         delay_s = retry_delay_s(task, error, held.claim.job.plan.limits, self._clock.now())
         # Fenced: the task has a newer attempt, or its job has ended, and there is nothing left to fail.
         with contextlib.suppress(Fenced):
@@ -392,11 +449,21 @@ class Worker:
             left = [held for held in left if held.group == group]
         failure = future.exception()
         for held in left:
-            if failure is None or held.verdict is not Verdict.GO_ON:
-                self._on_release(held.lease, {})
-            else:
-                self._fail(self._counted(held), _lost(failure, held.lease))
-        self._wake.set()
+            try:
+                self._let_go(held, failure, stopped_by_us=wave is not None and wave.cancelled)
+            except LockstepError:
+                continue  # the store is away: the lease runs out, and the task is claimed again
+            finally:
+                self._drop(held.lease)
+
+    def _let_go(self, held: Held, failure: BaseException | None, *, stopped_by_us: bool) -> None:
+        """Give a task back whose wave has ended without a word from it."""
+        if held.verdict is not Verdict.GO_ON or stopped_by_us or not self._alive:
+            self._release(held.lease, unspent=held.begun)
+        elif failure is None:
+            self._release(held.lease, unspent=False)
+        else:
+            self._fail(self._counted(held), _lost(failure, held.lease))
 
     def _counted(self, held: Held) -> Lease:
         """A wave that dies before its task begins has spent an attempt too, or it would be tried for ever."""
@@ -409,8 +476,8 @@ class Worker:
         while not ended.wait(BEAT_S):
             try:
                 self._beat_once()
-            except LockstepError:
-                continue  # the store is away: leases run out by its clock, and the next beat asks again
+            except Exception:  # a beat that fails must not end the beating: leases would run out unseen
+                _LOG.info("a heartbeat failed", exc_info=True)
 
     def _beat_once(self) -> None:
         with self._lock:
@@ -436,21 +503,24 @@ class Worker:
         return held.begun and (self._silent(held, now) or self._late(held, now))
 
     def _silent(self, held: Held, now: float) -> bool:
-        return now - held.heard_at > max(self._config.limits.lease_s, 10 * BEAT_S)
+        return held.calls == 0 and now - held.heard_at > max(self._config.limits.lease_s, 10 * BEAT_S)
 
     def _late(self, held: Held, now: float) -> bool:
-        started = held.claim.task.started_at
+        started = held.started_at
         return started is not None and now - started > held.claim.job.plan.limits.task_deadline_s
 
     def _force(self, held: Held, now: float) -> None:
         """Stop an attempt that does not answer: cancel its wave, which kills its Python worker."""
         if held.told_at is not None:
-            self._on_release(held.lease, {})
+            self._release(held.lease, unspent=held.begun)
         elif self._late(held, now):
             limit_s = held.claim.job.plan.limits.task_deadline_s
             self._fail(held.lease, ErrorInfo("Retryable", f"the task ran longer than {limit_s:g} s"))
         else:
             self._fail(held.lease, ErrorInfo("Retryable", "the executor stopped answering"))
+        with self._lock:
+            if (wave := self._waves.get(held.group)) is not None:
+                wave.cancelled = True
         if self._engine is not None:
             self._engine.cancel(held.group)
 
@@ -458,19 +528,23 @@ class Worker:
 
     def _finished(self, until: Until) -> bool:
         with self._lock:
-            busy = bool(self._held) or any(not f.done() for f in self._commits.values())
-            busy = busy or any(not future.done() for future, _ in self._unpins.values())
+            busy = bool(self._held) or any(not future.done() for future in self._commits.values())
         if busy or until == "forever":
             return False
+        try:
+            return self._nothing_left(until)
+        except Retryable:
+            return False  # the store is away: nobody knows
+
+    def _nothing_left(self, until: Until) -> bool:
         if until == "jobs_ended" and self._job_ids is not None:
             jobs = [self._store.read(job_id) for job_id in self._job_ids]
             done = all(job.state is State.PAUSED or not job.state.live for job in jobs)
         else:
             done = not self._live()
-        # Pins are given up best effort: each gets one try before the worker goes.
-        return done and all(
-            job.job_id in self._unpins for job in self._store.unreleased() if self._is_mine(job)
-        )
+        # Pins are given up best effort: each of ours gets one try before the worker goes.
+        mine = [job.job_id for job in self._store.unreleased() if self._is_mine(job)]
+        return done and all(job_id in self._unpins and self._unpins[job_id][0].done() for job_id in mine)
 
     def _shut_down(self) -> None:
         with self._lock:
@@ -478,7 +552,7 @@ class Worker:
             self._held.clear()
         for one in held:
             try:
-                self._store.release(one.lease)
+                self._store.release(one.lease, unspent=one.begun)
             except LockstepError:
                 continue  # the lease runs out by itself
         if self._engine is not None:
@@ -486,6 +560,7 @@ class Worker:
         if self._channel is not None:
             self._channel.close()
         self._committers.shutdown(wait=False, cancel_futures=True)
+        self._unpinners.shutdown(wait=False, cancel_futures=True)
 
 
 def _key(lease: Lease) -> TaskKey:

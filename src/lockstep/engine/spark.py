@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.engine import RunTask
 from lockstep.errors import Invalid
 from lockstep.runtime import share_failpoint_state
 
@@ -41,11 +42,9 @@ DEFAULTS: Final = {
 LOOPBACK: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 TASK_FAILURES: Final = 4
 
-RunTask = Callable[[Any], None]
 
-
-class Engine:
-    """A Spark session and the waves that run on it. Closing it cancels them."""
+class SparkEngine:
+    """A Spark session and the waves that run on it. Implements `Engine`."""
 
     def __init__(self, options: Mapping[str, str], log: Path) -> None:
         share_failpoint_state()
@@ -54,10 +53,6 @@ class Engine:
         self.driver_host: str = str(self._session.conf.get("spark.driver.host", "127.0.0.1"))
 
     def submit(self, group: str, run_task: RunTask, assignments: Sequence[Any]) -> Future[None]:
-        """Run each assignment in a Spark partition of its own; the future ends when all have.
-
-        It fails when Spark has given up on one of them: re-run `TASK_FAILURES` times, or cancelled.
-        """
         future: Future[None] = Future()
         thread = threading.Thread(
             target=self._run_wave, args=(future, group, run_task, list(assignments)), name=group, daemon=True
@@ -65,13 +60,19 @@ class Engine:
         thread.start()
         return future
 
+    @property
+    def alive(self) -> bool:
+        process = getattr(self._session.sparkContext._gateway, "proc", None)
+        return process is None or process.poll() is None
+
     def cancel(self, group: str) -> None:
-        """Stop a wave: its Python workers are interrupted, and killed when they do not answer."""
-        self._session.sparkContext.cancelJobGroup(group)
+        if self.alive:
+            self._session.sparkContext.cancelJobGroup(group)
 
     def close(self) -> None:
-        self._session.sparkContext.cancelAllJobs()
-        self._session.stop()
+        if self.alive:
+            self._session.sparkContext.cancelAllJobs()
+            self._session.stop()
 
     def _run_wave(
         self, future: Future[None], group: str, run_task: RunTask, assignments: Sequence[Any]

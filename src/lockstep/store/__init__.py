@@ -145,10 +145,11 @@ class JobStore(Protocol):
         """
         ...
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, unspent: bool = False) -> None:
         """Give the lease back without having failed: the task waits and can be claimed at once.
 
-        A lease that is lost already is no error.
+        `unspent`: the attempt had begun and was stopped by us, so it does not count, and the task's deadline
+        begins anew. A lease that is lost already is no error.
         """
         ...
 

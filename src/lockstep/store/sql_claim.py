@@ -125,6 +125,7 @@ class ClaimVerb(Records):
             epoch=task.epoch + 1,
             owner=worker,
             free_at=until,
+            started_at=_start_of(task),
             **saved(task),
         )
         return Lease(task.job_id, task.stage, task.idx, task.epoch + 1, worker)
@@ -163,6 +164,13 @@ def _as_leased(row: Row[Any], lease: Lease, until: float) -> Task:
         owner=lease.worker,
         lease_until=until,
         next_attempt_at=None,
+        started_at=_start_of(row),
         rows_done=row.saved_rows,
         bytes_done=row.saved_bytes,
     )
+
+
+def _start_of(row: Row[Any]) -> float | None:
+    """When the task's deadline began. After a lease that ran out it begins anew: the time since then is not
+    the task's, and its attempts are bounded anyway."""
+    return None if row.state == TaskState.LEASED else row.started_at

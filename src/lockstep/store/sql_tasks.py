@@ -196,15 +196,25 @@ class TaskVerbs(Records):
                     conn, job, "task_failed", now, f"{what}; again in {retry_in_s:.1f} s", lease.worker
                 )
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, unspent: bool = False) -> None:
         with self._db.write() as conn:
             try:
                 job = self._lock(conn, lease.job_id)
                 task = self._held(conn, lease)
             except (Fenced, NoSuchJob):
                 return
-            self._set_task(conn, task, state=TaskState.WAITING.value, free_at=0.0, owner=None, **saved(task))
-            self._add(conn, job, **lost_progress([task]))
+            refund = 1 if unspent and task.attempts else 0
+            self._set_task(
+                conn,
+                task,
+                state=TaskState.WAITING.value,
+                free_at=0.0,
+                owner=None,
+                attempts=task.attempts - refund,
+                started_at=None if unspent else task.started_at,
+                **saved(task),
+            )
+            self._add(conn, job, attempts=-refund, **lost_progress([task]))
 
     def heartbeat(self, held: Mapping[Lease, Progress], lease_s: float) -> dict[Lease, Verdict]:
         verdicts = dict.fromkeys(held, Verdict.STOP)
