@@ -1101,3 +1101,20 @@ def test_unpin_gives_up_in_time_when_the_server_hangs(chdb: Chdb) -> None:
         with pytest.raises(Retryable):
             source.unpin({"frozen": True, "database": "shop", "table": "pin"}, 3)
         assert SYSTEM_CLOCK.now() - began < 5
+
+
+def test_a_table_is_the_same_under_every_address_and_another_one_of_its_name_is_not(
+    chdb: Chdb, table: Any
+) -> None:
+    name = table("id UInt32", "ORDER BY id")
+    endpoint = chdb.endpoint()
+    secret = f"{endpoint.user}:{endpoint.password}@"
+    addresses = [
+        f"clickhouse://{secret}{host}:{endpoint.port}/shop/{name}" for host in ("127.0.0.1", "localhost")
+    ]
+    identities = {open_source(address, chdb.config).describe().identity for address in addresses}
+    identities.add(chdb.source(name).describe().identity)
+    assert len(identities) == 1
+    chdb.drop(name)
+    table("id UInt32", "ORDER BY id", name)
+    assert chdb.source(name).describe().identity not in identities

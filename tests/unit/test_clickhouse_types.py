@@ -215,9 +215,9 @@ def test_heavy_rows_make_short_ranges() -> None:
     [
         ("clickhouse://host/db/t", "clickhouse://host:8123/db/t", "default", ""),
         ("clickhouses://u@host/db/t", "clickhouses://host:8443/db/t", "u", ""),
-        ("clickhouse://u:p%40%2F@h:1/d%2Fb/t%60", "clickhouse://h:1/d/b/t`", "u", "p@/"),
+        ("clickhouse://u:p%40%2F@h:1/d%2Fb/t%60", "clickhouse://h:1/d%2Fb/t%60", "u", "p@/"),
         ("clickhouse://u:a/b@c@h:1/db/t", "clickhouse://h:1/db/t", "u", "a/b@c"),
-        ("clickhouse://[::1]:9/db/t@x", "clickhouse://::1:9/db/t@x", "default", ""),
+        ("clickhouse://[::1]:9/db/t@x", "clickhouse://::1:9/db/t%40x", "default", ""),
     ],
 )
 def test_an_address_is_read_with_any_password(address: str, identity: str, user: str, password: str) -> None:

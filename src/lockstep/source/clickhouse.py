@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, Retryable
@@ -83,10 +83,11 @@ class Place:
     def identity(self) -> str:
         """The source without user and password."""
         if self.folder is not None:
-            return f"chdb:{self.folder}/{self.database}/{self.table}"
+            return f"chdb:{self.folder}/{quote(self.database, safe='')}/{quote(self.table, safe='')}"
         if self.endpoint is None:
             raise Invalid("an address needs a host or a folder")
-        return f"{self.scheme}://{self.endpoint.label}/{self.database}/{self.table}"
+        where = f"{quote(self.database, safe='')}/{quote(self.table, safe='')}"
+        return f"{self.scheme}://{self.endpoint.label}/{where}"
 
 
 def parse_address(address: str, root: Path) -> Place:
@@ -155,7 +156,7 @@ class ClickHouseSource:
         partitioning, reason = partition_fields(key, types, zone)
         return SourceTable(
             name=self._name,
-            identity=self._place.identity,
+            identity=_identity(engine["uuid"], self._place),
             columns=[_source_column(name, kind) for name, kind in types.items()],
             partitioning=partitioning,
             partition_key=f"{key} ({reason})" if reason else key,
@@ -556,6 +557,12 @@ def _ranges(part: Json, start: int, end: int) -> Iterator[tuple[int, int]]:
         stop = min(end, (start // rows + 1) * rows)
         yield start, stop
         start = stop
+
+
+def _identity(table_uuid: str, place: Place) -> str:
+    """What tells two tables apart: the table's own UUID, so that one table is the same under every address,
+    and another one under the same name is not. Where the database gives none, the address must do."""
+    return f"clickhouse:{table_uuid}" if table_uuid.strip("0-") else place.identity
 
 
 def _cut(batch: pa.RecordBatch, most_bytes: int) -> Iterator[pa.RecordBatch]:
