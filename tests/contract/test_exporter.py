@@ -1,0 +1,179 @@
+"""Requests against a real source, a real store and a real table; tasks run here instead of on Spark."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyiceberg.catalog import load_catalog
+from pyiceberg.table import Table
+
+from lockstep.commit import settle
+from lockstep.config import load_config
+from lockstep.errors import Conflict, Invalid
+from lockstep.exporter import ExportRequest, Planned, plan_export
+from lockstep.job import Job, Progress, State, TaskSpec
+from lockstep.sink.datafile import DataFileSink
+from lockstep.source import Pin, open_source
+from lockstep.source.parquet import ParquetSource
+from lockstep.storage import Storage
+from lockstep.store.sql import SqlStore
+from tests.store_lab import MovedClock
+
+TARGET = "iceberg://lake/db.t"
+
+
+class Shop:
+    """A flat Parquet folder of three parts with two rows each: 10 and 11 in p1, 20 and 21 in p2, …"""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.clock = MovedClock()
+        (folder / "src").mkdir()
+        for number in (1, 2, 3):
+            self.write(f"p{number}", [number * 10, number * 10 + 1])
+        (folder / "lockstep.toml").write_text("")
+        self.config = load_config(folder / "lockstep.toml")
+        self.store = SqlStore(self.config.store_url, self.clock)
+
+    def write(self, part: str, values: list[int]) -> None:
+        pq.write_table(pa.table({"a": pa.array(values, pa.int64())}), self.folder / "src" / f"{part}.parquet")
+
+    def ask(self, source: str = "src", **options: Any) -> Planned:
+        request = ExportRequest(f"parquet:{self.folder}/{source}", TARGET, create=True, **options)
+        return plan_export(request, self.config, self.store, self.clock)
+
+    def export(self, **options: Any) -> Job:
+        (job,) = self.ask(**options).jobs
+        return self.run(job)
+
+    def run(self, job: Job) -> Job:
+        self.write_files(job)
+        return settle(self.store, job.job_id, self.config, self.clock)
+
+    def write_files(self, job: Job) -> None:
+        for claim in self.store.claim("w", 100, 30, {job.job_id}):
+            lease = self.store.begin(claim.lease, 30).lease
+            plan = claim.job.plan
+            sink = DataFileSink(plan, job.job_id, "write", lease.index, lease.epoch, Storage({}))
+            position: dict[str, Any] = {}
+            rows = 0
+            source = open_source(plan.source, self.config)
+            for chunk in source.read(plan.pin, claim.task.descriptor, None, plan.columns, 1 << 24):
+                sink.add(chunk.batch)
+                rows += chunk.batch.num_rows
+                position = chunk.position or position
+            files = sink.flush()
+            self.store.finish(lease, position, files, Progress(rows, sum(file.size_bytes for file in files)))
+
+    def table(self) -> Table:
+        return load_catalog("lake", **self.config.catalogs["lake"]).load_table("db.t")
+
+    def has_table(self) -> bool:
+        return load_catalog("lake", **self.config.catalogs["lake"]).table_exists("db.t")
+
+    def rows(self) -> list[int]:
+        return sorted(self.table().scan().to_arrow()["a"].to_pylist())
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path)
+
+
+def test_replace_of_one_part_never_takes_the_rows_of_another(shop: Shop) -> None:
+    shop.export(parts=("p1.parquet",))
+    rest = shop.export(everything=True, on_existing="skip")
+    with pytest.raises(Conflict, match=rest.job_id):
+        shop.ask(parts=("p2.parquet",), on_existing="replace")
+    assert shop.rows() == [10, 11, 20, 21, 30, 31]
+    shop.write("p1", [12])
+    shop.export(parts=("p1.parquet",), on_existing="replace")
+    assert shop.rows() == [12, 20, 21, 30, 31]
+
+
+def test_replace_finds_what_a_forgotten_job_has_published(shop: Shop) -> None:
+    first = shop.export(everything=True)
+    shop.store.released(first.job_id)
+    shop.clock.at += shop.config.finished_job_ttl_s + 1
+    assert shop.store.expire(shop.config.finished_job_ttl_s) == [first.job_id]
+    with pytest.raises(Invalid, match="forgotten"):
+        shop.ask(parts=("p1.parquet",), on_existing="replace")
+    assert shop.export(everything=True, on_existing="replace").state is State.COMPLETED
+    assert shop.rows() == [10, 11, 20, 21, 30, 31]
+    assert len(shop.table().metadata.snapshots) == 2
+
+
+def test_a_refused_replace_has_not_touched_the_job_that_it_would_replace(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        (shop.folder / "hive" / f"x={number}").mkdir(parents=True)
+        pq.write_table(pa.table({"a": [number]}), shop.folder / "hive" / f"x={number}" / "p.parquet")
+    (job,) = shop.ask("hive", partitions=("x=1",)).jobs
+    real = ParquetSource.plan_tasks
+
+    def refuse_the_second(source: ParquetSource, pin: Pin, task_bytes: int) -> list[TaskSpec]:
+        if pin.detail["partition"] == "x=2":
+            raise Invalid("this one does not fit")
+        return real(source, pin, task_bytes)
+
+    monkeypatch.setattr(ParquetSource, "plan_tasks", refuse_the_second)
+    with pytest.raises(Invalid, match="does not fit"):
+        shop.ask("hive", everything=True, on_existing="replace")
+    assert shop.store.read(job.job_id).state is State.PENDING
+
+
+def test_two_requests_that_create_the_table_leave_it_to_the_one_that_has_a_job(shop: Shop) -> None:
+    """Whoever is refused must not take the table back that the other counts on."""
+    for _ in range(5):
+        answers: list[Any] = []
+
+        def ask(answers: list[Any] = answers) -> None:
+            try:
+                answers.append(shop.ask(everything=True))
+            except Conflict as error:
+                answers.append(error)
+
+        twins = [threading.Thread(target=ask) for _ in range(2)]
+        for twin in twins:
+            twin.start()
+        for twin in twins:
+            twin.join()
+        (planned,) = [answer for answer in answers if isinstance(answer, Planned)]
+        assert shop.has_table()
+        assert shop.run(planned.jobs[0]).state is State.COMPLETED
+        load_catalog("lake", **shop.config.catalogs["lake"]).drop_table("db.t")
+
+
+def test_a_replace_takes_the_rows_of_a_first_job_that_was_in_flight_only_once(shop: Shop) -> None:
+    (first,) = shop.ask(everything=True).jobs
+    shop.write_files(first)
+    assert shop.store.read(first.job_id).state is State.COMMITTING
+    assert shop.export(everything=True, on_existing="replace").state is State.COMPLETED
+    assert shop.store.read(first.job_id).state is State.KILLED
+    assert shop.rows() == [10, 11, 20, 21, 30, 31]
+
+
+def test_a_table_that_was_created_for_a_request_that_failed_is_taken_back(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise Invalid("the store is full")
+
+    monkeypatch.setattr(shop.store, "create", refuse)
+    with pytest.raises(Invalid, match="full"):
+        shop.ask(everything=True)
+    assert not shop.has_table()
+
+
+def test_a_dry_run_creates_nothing(shop: Shop) -> None:
+    request = ExportRequest(f"parquet:{shop.folder}/src", TARGET, create=True, everything=True)
+    planned = plan_export(request, shop.config, shop.store, shop.clock, dry_run=True)
+    assert [preview.rows for preview in planned.previews] == [6]
+    assert shop.store.list() == []
+    assert not shop.has_table()
