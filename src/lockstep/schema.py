@@ -84,7 +84,7 @@ def _refuse(what: str, problems: Sequence[str]) -> None:
 def _repeated_names(source: SourceTable) -> Iterator[str]:
     for name, count in Counter(column.name for column in source.columns).items():
         if count > 1:
-            yield f'column "{name}" is there {count} times in the source; rename them in a view'
+            yield f'column "{name}" is there {count} times in the source; rename them in a copy of the table'
 
 
 def _pairs(
@@ -108,8 +108,10 @@ def _unfilled(target: Json, columns: Sequence[SourceColumn]) -> _Fit:
     sentence = f'the target requires column "{target["name"]}", and the source has none of that name'
     near = _near(target["name"], [column.name for column in columns])
     if near is not None:
-        return _Fit([f'{sentence}; it has "{near}". Rename it in a view, or pass --match position.'])
-    return _Fit([f"{sentence}. Add it in a view, or make it optional in the target."])
+        return _Fit(
+            [f'{sentence}; it has "{near}". Rename it in a copy of the table, or pass --match position.']
+        )
+    return _Fit([f"{sentence}. Add it in a copy of the table, or make it optional in the target."])
 
 
 def _unwritable(target: Json) -> list[str]:
@@ -160,7 +162,8 @@ def _fit_column(column: SourceColumn, target: Json, allow_lossy: bool, ignore_ex
     if column.nullable and target["required"]:
         problems.append(
             f'cannot store column "{name}": it is {column.native_type} and may be NULL, but'
-            f' "{target["name"]}" is required in the target. Make that optional, or replace NULLs in a view.'
+            f' "{target["name"]}" is required in the target. Make that optional, or replace NULLs in a copy'
+            " of the table."
         )
     if kind is None:
         if column.lossy_type is None or not allow_lossy:
@@ -175,17 +178,18 @@ def _fit_column(column: SourceColumn, target: Json, allow_lossy: bool, ignore_ex
 
 def inexact_column(column: SourceColumn) -> str:
     """Why no Iceberg type holds a column exactly, and what to do."""
-    advice = "Cast it in a view, or leave it out there."
+    advice = "Cast it in a copy of the table, or leave it out there."
     if column.lossy_type is not None:
-        advice = f"Pass --allow-lossy to store it as {type_text(column.lossy_type)}, or cast it in a view."
+        stored = type_text(column.lossy_type)
+        advice = f"Pass --allow-lossy to store it as {stored}, or cast it in a copy of the table."
     return f'cannot store column "{column.name}": it is {column.native_type}; {column.problem}. {advice}'
 
 
 def _misfit_text(column: SourceColumn, wanted: IcebergType, misfit: _Misfit) -> str:
     where = f" at {misfit.path}" if misfit.path else ""
-    advice = "Cast it in a view, or change the target's type."
+    advice = "Cast it in a copy of the table, or change the target's type."
     if misfit.loss:
-        advice = "Pass --allow-lossy to store it all the same, or cast it in a view."
+        advice = "Pass --allow-lossy to store it all the same, or cast it in a copy of the table."
     return (
         f'cannot store column "{column.name}": it is {column.native_type}; the target has {type_text(wanted)}'
         f"{where}, {misfit.reason}. {advice}"
@@ -373,7 +377,9 @@ def _require_distinct_paths(schema: Json, what: str) -> None:
     paths: Counter[str] = Counter(_paths(schema["fields"]))
     for path, count in paths.items():
         if count > 1:
-            raise Invalid(f'{what}: two of its fields are called "{path}" in Iceberg; rename one in a view')
+            raise Invalid(
+                f'{what}: two of its fields are called "{path}" in Iceberg; rename one in a copy of the table'
+            )
 
 
 def _paths(fields: Sequence[Json], above: str = "") -> Iterator[str]:

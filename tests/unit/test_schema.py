@@ -112,13 +112,13 @@ def test_every_problem_is_listed_at_once_with_column_types_and_advice():
     assert message.splitlines() == [
         "cannot export db.events: 6 columns do not fit",
         '  - cannot store column "amount": it is Decimal(76, 10); Iceberg holds 38 digits.'
-        f" {advice} as double, or cast it in a view.",
+        f" {advice} as double, or cast it in a copy of the table.",
         '  - cannot store column "id": it is long and may be NULL, but "id" is required in the target.'
-        " Make that optional, or replace NULLs in a view.",
+        " Make that optional, or replace NULLs in a copy of the table.",
         '  - cannot store column "id": it is long; the target has int, which holds 32 bits.'
-        f" {advice} all the same, or cast it in a view.",
+        f" {advice} all the same, or cast it in a copy of the table.",
         '  - the target requires column "name", and the source has none of that name; it has "Name".'
-        " Rename it in a view, or pass --match position.",
+        " Rename it in a copy of the table, or pass --match position.",
         f'  - the target has no column "state" (AggregateFunction(sum)). {extra}',
         f'  - the target has no column "Name" (string); it has "name", and names must be equal. {extra}',
     ]

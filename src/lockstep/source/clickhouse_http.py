@@ -7,6 +7,7 @@ retried here, because a task has a budget of its own for that.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -148,7 +149,7 @@ class Server:
             self.close()
             return self._ask(ask, settings)
         except HTTPError as error:
-            raise Retryable(f"{self._label} does not answer: {error}") from error
+            raise Retryable(f"{self._label} does not answer: {_root(error)}") from error
         except ClickHouseError as error:
             raise self._ours(error) from error
 
@@ -162,6 +163,8 @@ class Server:
         if self._client is None:
             import clickhouse_connect
 
+            # What it logs reaches the person as our error; its own line on the terminal would be a second one.
+            logging.getLogger("clickhouse_connect").addHandler(logging.NullHandler())
             endpoint = self._find()
             self._label = f"ClickHouse at {endpoint.label}"
             self._client = clickhouse_connect.get_client(
@@ -195,10 +198,21 @@ class Server:
             # A server that moved (an embedded one that ended) is looked for again at the next call.
             self.close()
             return Retryable(
-                f"{self._label} does not answer: {text}",
+                f"{self._label} does not answer: {_root(error)}",
                 hint="check that the server runs, and host and port in the address",
             )
         return ServerError(code, text)
+
+
+def _root(error: BaseException) -> str:
+    """Why a connection failed, without the wrappings of the client: "Connection refused"."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror
+        reason = getattr(seen, "reason", None)
+        seen = reason if isinstance(reason, BaseException) else seen.__cause__ or seen.__context__
+    return _NOISE.sub("", str(error)).strip().splitlines()[0][:200]
 
 
 def _never_sent(error: BaseException) -> bool:
