@@ -126,6 +126,7 @@ def _covered(piece: Piece, held: Iterable[Piece]) -> bool:
 
 def _in_the_way(wanted: Selection, job: Job, hint: str) -> Conflict:
     verb = "is being exported by" if job.state.live else "was exported by"
+    part = "" if job.holding.whole else f", as {job.plan.partition}"
     return Conflict(
-        f"partition {wanted.label} {verb} job {job.job_id} ({job.state})", job_id=job.job_id, hint=hint
+        f"partition {wanted.label} {verb} job {job.job_id} ({job.state}{part})", job_id=job.job_id, hint=hint
     )

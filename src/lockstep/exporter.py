@@ -393,6 +393,11 @@ class _Planner:
             )
             for draft in drafts
         ]
+        if not head.location.startswith("/") and "://" not in head.location:
+            raise Invalid(
+                f"{self.request.target} lies at {head.location!r}, which means another place in each folder",
+                hint="the table was made with a relative warehouse; give the catalog a whole path, and make it anew",
+            )
         if problems := self.target.drift(head, new_jobs[0].plan):
             raise Invalid(f"cannot write to {self.request.target}: " + "; ".join(problems))
         failpoint("plan.before_create")

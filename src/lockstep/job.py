@@ -73,6 +73,8 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (State.COMMITTING, Event.FAIL): State.FAILED,
     (State.COMMITTING, Event.KILL): State.KILLED,
     (State.FAILED, Event.RETRY): State.PENDING,
+    # To give a failed job up for good: its frozen copy is kept for a retry until then.
+    (State.FAILED, Event.KILL): State.KILLED,
 }
 
 

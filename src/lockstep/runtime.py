@@ -6,9 +6,11 @@ replay one interleaving from one seed.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import random
+import shutil
 import signal
 import socket
 import tempfile
@@ -163,6 +165,7 @@ def share_failpoint_state() -> None:
     """
     if os.environ.get(FAILPOINTS_VARIABLE) and not os.environ.get(_STATE_VARIABLE):
         os.environ[_STATE_VARIABLE] = tempfile.mkdtemp(prefix="lockstep-failpoints-")
+        atexit.register(shutil.rmtree, os.environ[_STATE_VARIABLE], ignore_errors=True)
 
 
 def _times_reached(name: str) -> int:

@@ -317,7 +317,12 @@ class Worker:
         now = self._clock.now()
         if now - self._expired_at > EXPIRE_EVERY_S:
             self._expired_at = now
-            self._store.expire(self._config.finished_job_ttl_s)
+            ttl_s = self._config.finished_job_ttl_s
+            for job in self._store.list({State.FAILED}):
+                # Nobody has asked for a retry in all that time: its frozen copy is given up with it.
+                if job.finished_at is not None and now - job.finished_at > ttl_s:
+                    self._store.stop(job.job_id, Event.KILL)
+            self._store.expire(ttl_s)
 
     # The channel: what executors ask
 

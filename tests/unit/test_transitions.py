@@ -37,9 +37,9 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
     opened.close()
 
 
-def test_an_ended_job_moves_only_by_a_retry_after_a_failure() -> None:
+def test_an_ended_job_moves_only_after_a_failure_by_a_retry_or_by_giving_it_up() -> None:
     leaving = {(state, event) for state, event in TRANSITIONS if state in ENDED}
-    assert leaving == {(State.FAILED, Event.RETRY)}
+    assert leaving == {(State.FAILED, Event.RETRY), (State.FAILED, Event.KILL)}
 
 
 def test_a_job_completes_only_from_committing() -> None:

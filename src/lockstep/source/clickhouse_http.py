@@ -163,7 +163,7 @@ class Server:
         if self._client is None:
             import clickhouse_connect
 
-            # What it logs reaches the person as our error; its own line on the terminal would be a second one.
+            # What it logs reaches the person as our error; a line of its own would say it twice.
             logging.getLogger("clickhouse_connect").addHandler(logging.NullHandler())
             endpoint = self._find()
             self._label = f"ClickHouse at {endpoint.label}"

@@ -219,8 +219,9 @@ class JobStore(Protocol):
     def stop(self, job_id: str, event: Event, error: ErrorInfo | None = None) -> Job:
         """KILL or FAIL a job that is not committing: at once. Leases of its tasks are void.
 
-        A KILL of a committing job is noted as a request, which its committer answers. A FAIL leaves it to
-        its committer. An ended job is returned as it is.
+        A KILL of a committing job is noted as a request, which its committer answers; a FAIL leaves it to its
+        committer. A KILL of a failed job
+        gives it up for good, and keeps its error. A job that has ended in another way is returned as it is.
         """
         ...
 

@@ -18,6 +18,7 @@ from lockstep.job import (
     State,
     Task,
     TaskState,
+    after,
     commit_id,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock, rfc3339
@@ -160,9 +161,10 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
                 if event is Event.KILL and not job.kill_requested:
                     job = self._swap(conn, job, {"kill_requested": True})
                     self._note(conn, job, "kill_requested", self._db.now(conn))
-            elif State(job.state).live:
+            elif after(State(job.state), event) is not None:
                 detail = "" if error is None else f"{error.cls}: {error.message}"
-                self._move(conn, job, event, detail=detail, error=error_text(error))
+                reason = {"error": error_text(error)} if State(job.state).live else {}
+                self._move(conn, job, event, detail=detail, **reason)
         return self.read(job_id)
 
     def pause(self, job_id: str) -> Job:
