@@ -396,7 +396,7 @@ class _Planner:
         if not head.location.startswith("/") and "://" not in head.location:
             raise Invalid(
                 f"{self.request.target} lies at {head.location!r}, which means another place in each folder",
-                hint="the table was made with a relative warehouse; give the catalog a whole path, and make it anew",
+                hint="give the catalog a whole path as its warehouse, and make the table anew",
             )
         if problems := self.target.drift(head, new_jobs[0].plan):
             raise Invalid(f"cannot write to {self.request.target}: " + "; ".join(problems))
