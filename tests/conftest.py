@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from lockstep.source.chdb_launch import IDLE_VARIABLE
 from tests import readers
 from tests.lab import Lab
 
@@ -37,9 +41,15 @@ def read_with_duckdb() -> Callable[[str], pa.Table]:
 
 
 @pytest.fixture(scope="session")
-def chdb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One embedded ClickHouse for all tests that run real processes; it ends by itself when idle."""
-    return tmp_path_factory.mktemp("chdb") / "data"
+def chdb_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One embedded ClickHouse for all tests that run real processes; it lives as long as they do."""
+    os.environ[IDLE_VARIABLE] = "900"
+    folder = tmp_path_factory.mktemp("chdb") / "data"
+    yield folder
+    if (card := folder / ".lockstep-server" / "card.json").exists():
+        pid = json.loads(card.read_text())["pid"]
+        if str(folder) in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGTERM)
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ import ctypes
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pyiceberg.types import DecimalType, NestedField, StringType, TimestamptzTyp
 
 from lockstep.config import load_config
 from lockstep.job import Job, State
-from lockstep.source.chdb_launch import connect
+from lockstep.source.chdb_launch import IDLE_VARIABLE, connect
 from lockstep.store import JobStore, open_store
 from tests.readers import read_with_duckdb
 
@@ -158,9 +159,8 @@ class Lab:
             process.communicate(timeout=30)
 
     def _environment(self, failpoints: str) -> dict[str, str]:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
-        if "LOCKSTEP_CACHE" in os.environ:
-            environment["LOCKSTEP_CACHE"] = os.environ["LOCKSTEP_CACHE"]
+        kept = ("LOCKSTEP_CACHE", IDLE_VARIABLE)
+        environment = {k: v for k, v in os.environ.items() if k in kept or not k.startswith("LOCKSTEP_")}
         if failpoints:
             environment["LOCKSTEP_FAILPOINTS"] = failpoints
         return environment
@@ -177,6 +177,23 @@ class Lab:
         """Wait for a worker in another process to end the job."""
         self.wait_until(lambda: not self.store().read(job_id).state.live, timeout_s)
         return self.store().read(job_id)
+
+    def freeze(self, process: subprocess.Popen[str]) -> None:
+        """SIGSTOP a command with all it started, at a moment when it does not hold SQLite's lock.
+
+        A process that is stopped inside a transaction keeps everybody else out: that is SQLite's way, and not
+        what these tests are about.
+        """
+        path = self.config.store_url.removeprefix("sqlite:///")
+        while True:
+            os.killpg(process.pid, signal.SIGSTOP)
+            with closing(sqlite3.connect(path, timeout=1, isolation_level=None)) as connection:
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                    connection.execute("ROLLBACK")
+                    return
+                except sqlite3.OperationalError:
+                    os.killpg(process.pid, signal.SIGCONT)
 
     def wait_for_state(self, *states: State, timeout_s: float = 60) -> Job:
         """The first job that reaches one of these states."""

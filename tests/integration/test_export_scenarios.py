@@ -212,7 +212,7 @@ def test_a_worker_that_slept_longer_than_its_lease_changes_nothing_when_it_wakes
     unmanned.detached("--file-size", "30KB")
     with lab.started("worker", failpoints="write.after_file=sleep:12") as sleeper:
         lab.wait_until(lambda: any(task.attempts for task in lab.store().tasks(lab.jobs()[0].job_id)))
-        os.killpg(sleeper.pid, signal.SIGSTOP)
+        lab.freeze(sleeper)
         lab.ok("worker", "--once")
         job = lab.jobs()[0]
         assert job.state is State.COMPLETED
