@@ -752,6 +752,16 @@ def test_an_address_without_a_table_is_refused(lake, address: str) -> None:
         open_target(address, lake.config)
 
 
+def test_a_warehouse_that_cannot_be_written_to_is_a_wrong_request(tmp_path: Path) -> None:
+    # Nobody may make a folder there, not even root.
+    lake = Lake(tmp_path)
+    config = replace(
+        lake.config, catalogs={"lake": {**lake.config.catalogs["lake"], "warehouse": "file:///sys"}}
+    )
+    with pytest.raises(Invalid, match="cannot write to file:///sys"):
+        IcebergTarget("iceberg://lake/db.events", config).create(SCHEMA, UNPARTITIONED, UNSORTED)
+
+
 def test_a_catalog_that_does_not_answer_is_retryable(lake) -> None:
     catalog = {"type": "rest", "uri": "http://127.0.0.1:9"}
     broken = IcebergTarget(lake.address, _with_catalog(lake, catalog))

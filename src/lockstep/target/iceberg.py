@@ -8,6 +8,7 @@ rebase by themselves, and would blur which head a commit was checked against.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 from collections import Counter
@@ -64,6 +65,7 @@ NEWEST_FORMAT: Final = 2
 STAT_THREADS: Final = 16
 NEW_TABLE: Final = {"format-version": str(NEWEST_FORMAT), "write.parquet.compression-codec": "zstd"}
 
+_NO_RIGHT: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _WRONG_REQUEST: Final = (
     AuthorizationExpiredError,
     BadRequestError,
@@ -291,11 +293,24 @@ class IcebergTarget:
                 f'the catalog "{self._catalog_name}" refuses the request for {name}: {_reason(error)}',
                 hint=f"check [catalogs.{self._catalog_name}] in lockstep.toml",
             ) from error
+        except OSError as error:
+            # PyIceberg raises some without the number of the system's error.
+            if isinstance(error, PermissionError) or error.errno in _NO_RIGHT:
+                warehouse = self._properties.get("warehouse", "the warehouse")
+                raise Invalid(
+                    f"cannot write to {warehouse} for {name}: {_reason(error)}",
+                    hint=f'change its mode or owner, or the warehouse of the catalog "{self._catalog_name}"',
+                ) from error
+            raise self._no_answer(error) from error
         except Exception as error:
-            raise Retryable(
-                f'the catalog "{self._catalog_name}" does not answer for {name}: {_reason(error)}',
-                hint="`lockstep doctor` tells what works",
-            ) from error
+            raise self._no_answer(error) from error
+
+    def _no_answer(self, error: Exception) -> Retryable:
+        name = ".".join(self._identifier)
+        return Retryable(
+            f'the catalog "{self._catalog_name}" does not answer for {name}: {_reason(error)}',
+            hint="`lockstep doctor` tells what works",
+        )
 
     @contextmanager
     def _before_sending(self, what: str) -> Iterator[None]:
