@@ -281,7 +281,8 @@ def _primitive_misfit(have: str, want: str) -> _Misfit | None:
     if have in _ZONED and want in _ZONED and _ZONED[have] != _ZONED[want]:
         if _ZONED[have]:
             return _Misfit(
-                "", f"a wall-clock time; the source's {have} is an instant, and which zone is meant?"
+                "",
+                f"a wall-clock time; the source's {have} is an instant, and no zone to read it in is known",
             )
         return _Misfit("", f"an instant; the source's {have} is a wall-clock time of no known zone")
     return _Misfit("", f"which cannot hold {have}")
