@@ -10,8 +10,10 @@ import pyarrow as pa
 import pytest
 
 from lockstep.source.chdb_launch import IDLE_VARIABLE
-from tests import readers
+from lockstep.store import open_store, sql_schema
+from tests import readers, servers
 from tests.lab import Lab
+from tests.store_lab import DatabaseClock, Stores
 
 
 @pytest.fixture(scope="session")
@@ -72,8 +74,59 @@ def manned_lab(tmp_path_factory: pytest.TempPathFactory, chdb_folder: Path) -> I
     lab.close()
 
 
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[servers.Postgresql]:
+    """A private PostgreSQL server. A test that asks for it carries `@pytest.mark.servers`."""
+    try:
+        server = servers.Postgresql()
+    except servers.Missing as missing:
+        pytest.fail(str(missing), pytrace=False)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def postgresql_lab(postgresql: servers.Postgresql) -> str:
+    """A database whose clock is moved by hand, with the tables of a store."""
+    postgresql.run("CREATE DATABASE lab")
+    DatabaseClock.install(lambda sql: postgresql.run(sql, "lab"))
+    url = postgresql.url("lab", search_path=DatabaseClock.SEARCH_PATH)
+    open_store(url).close()
+    return url
+
+
+def _sqlite(request: pytest.FixtureRequest) -> Stores:
+    folder: Path = request.getfixturevalue("tmp_path")
+    return Stores(f"sqlite:///{folder}/jobs/jobs.db", open_store)
+
+
+def _postgresql(request: pytest.FixtureRequest) -> Stores:
+    url: str = request.getfixturevalue("postgresql_lab")
+    server: servers.Postgresql = request.getfixturevalue("postgresql")
+    tables = [*sql_schema.OF_A_JOB, sql_schema.scopes]
+    # Whoever a test before left behind could hold a lock.
+    server.run(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'lockstep'", "lab"
+    )
+    server.run("; ".join(f"DELETE FROM lab.{table.name}" for table in tables), "lab")
+    return Stores(url, open_store, DatabaseClock(lambda sql: server.run(sql, "lab")))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(_sqlite, id="sqlite"),
+        pytest.param(_postgresql, id="postgresql", marks=pytest.mark.servers),
+    ]
+)
+def store_factory(request: pytest.FixtureRequest) -> Stores:
+    """Opens clients of one empty store; each kind of store is one more parameter."""
+    make: Callable[[pytest.FixtureRequest], Stores] = request.param
+    return make(request)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test-quick` must not start Spark: asking for its reader without the marker is an error."""
+    """`make test-quick` starts neither Spark nor a server: asking for one without the marker is an error."""
     for item in items:
-        if "spark" in getattr(item, "fixturenames", ()) and item.get_closest_marker("servers") is None:
-            raise pytest.UsageError(f"{item.nodeid} uses Spark and lacks @pytest.mark.servers")
+        asked = {"spark", "postgresql"} & {*getattr(item, "fixturenames", ())}
+        if asked and item.get_closest_marker("servers") is None:
+            raise pytest.UsageError(f"{item.nodeid} uses {asked.pop()} and lacks @pytest.mark.servers")

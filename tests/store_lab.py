@@ -41,6 +41,38 @@ class MovedClock:
         self.at += seconds
 
 
+class DatabaseClock(MovedClock):
+    """The clock of a PostgreSQL database, moved by hand: a function of the same name comes first in the
+    search path. The store under test reads the time as it always does, and has no other clock.
+    """
+
+    SCHEMA = "lab"
+    SEARCH_PATH = "lab,pg_catalog,public"
+
+    def __init__(self, run: Callable[[str], object]) -> None:
+        self._run = run
+        super().__init__()
+
+    @property  # type: ignore[override]
+    def at(self) -> float:
+        return self._at
+
+    @at.setter
+    def at(self, value: float) -> None:
+        self._at = round(value, 6)
+        self._run(f"UPDATE lab.moment SET at = {self._at!r}")
+
+    @classmethod
+    def install(cls, run: Callable[[str], object]) -> None:
+        run("CREATE SCHEMA lab")
+        run("CREATE TABLE lab.moment (at float8)")
+        run("INSERT INTO lab.moment VALUES (0)")
+        run(
+            "CREATE FUNCTION lab.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE "
+            "AS 'SELECT to_timestamp(at) FROM lab.moment'"
+        )
+
+
 @dataclass(frozen=True)
 class Stores:
     """Opens clients of one store. `url` lets another process open it too."""

@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, event
 
 from lockstep.errors import Conflict, Corrupt, Incompatible, Invalid, LockstepError, Retryable
 from lockstep.job import Event, Progress, State
-from lockstep.store import open_store, sql_database, sql_schema
+from lockstep.store import open_store, sql_database, sql_schema, sql_sqlite
 from lockstep.store.sql import SqlStore
 from tests.store_lab import (
     LEASE_S,
@@ -130,13 +130,13 @@ def test_head_is_the_newest_migration() -> None:
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    migrate = sql_database._migrate
+    migrate = sql_database.migrate
 
     def fails(connection: object) -> None:
         migrate(connection)  # type: ignore[arg-type]
         raise Retryable("power cut")
 
-    monkeypatch.setattr(sql_database, "_migrate", fails)
+    monkeypatch.setattr(sql_database, "migrate", fails)
     with pytest.raises(Retryable):
         open_store(f"sqlite:///{path}")
     connection = sqlite3.connect(path)
@@ -187,7 +187,7 @@ def test_an_answered_verb_survives_a_power_cut(store: SqlStore) -> None:
 def test_a_locked_store_is_retryable_and_can_still_be_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sql_database, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(sql_sqlite, "BUSY_TIMEOUT_S", 0.05)
     store = open_store(f"sqlite:///{path}")
     store.create([new_job("job1")])
     other = sqlite3.connect(path, isolation_level=None)

@@ -27,7 +27,7 @@ from lockstep.job import (
     TaskState,
     Verdict,
 )
-from lockstep.store import JobStore, open_store
+from lockstep.store import JobStore
 from tests.store_lab import (
     LEASE_S,
     MovedClock,
@@ -43,16 +43,6 @@ from tests.store_lab import (
 )
 
 REFUSED = ErrorInfo("Retryable", "storage is away", "wait")
-
-
-def sqlite(folder: Path) -> Stores:
-    return Stores(f"sqlite:///{folder}/jobs/jobs.db", open_store)
-
-
-@pytest.fixture(params=[sqlite])
-def store_factory(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
-    make: Callable[[Path], Stores] = request.param
-    return make(tmp_path)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -24,14 +23,14 @@ from lockstep.job import (
 )
 from lockstep.store import JobStore
 from lockstep.store.sql import SqlStore
-from tests.store_lab import LEASE_S, MovedClock, check_always_true, job_in, moves
+from tests.store_lab import LEASE_S, Stores, check_always_true, job_in, moves
 
 PAIRS = [pytest.param(state, event, id=f"{state}-{event}") for state, event in product(State, Event)]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    opened = SqlStore(f"sqlite:///{tmp_path}/jobs.db", MovedClock())
+def store(store_factory: Stores) -> Iterator[JobStore]:
+    opened = store_factory()
     yield opened
     check_always_true(opened)
     opened.close()

@@ -265,11 +265,15 @@ class JobStore(Protocol):
 def open_store(url: str, clock: Clock = SYSTEM_CLOCK) -> JobStore:
     """Open the job store at `url`, and make it if it is not there.
 
-    Raises: Invalid if the scheme is unknown or it cannot be opened; Incompatible if a newer version wrote it.
+    Raises: Invalid if the scheme is unknown or it cannot be opened; Incompatible if a newer version wrote it;
+    Retryable if its server does not answer.
     """
     scheme = url.partition(":")[0]
-    if scheme == "sqlite":
+    if scheme in ("sqlite", "postgresql", "postgresql+psycopg"):
         from lockstep.store.sql import SqlStore
 
         return SqlStore(url, clock)
-    raise Invalid(f'unknown kind of job store "{scheme}"', hint="known: sqlite:///PATH")
+    raise Invalid(
+        f'unknown kind of job store "{scheme}"',
+        hint="known: sqlite:///PATH and postgresql://USER:PASSWORD@HOST/DATABASE",
+    )

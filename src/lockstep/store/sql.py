@@ -1,4 +1,4 @@
-"""The job store on SQL: SQLite in WAL mode. Each verb is one transaction."""
+"""The job store on SQL: SQLite in WAL mode, or PostgreSQL. Each verb is one transaction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.job import (
 from lockstep.runtime import SYSTEM_CLOCK, Clock, rfc3339
 from lockstep.store.sql_claim import ClaimVerb
 from lockstep.store.sql_commit import CommitVerbs
-from lockstep.store.sql_database import Database, insert_if_absent
+from lockstep.store.sql_database import insert_if_absent, open_database, verb
 from lockstep.store.sql_records import Frozen, JobRow, as_holding, as_task, error_text, frozen_columns
 from lockstep.store.sql_schema import OF_A_JOB, history, jobs, plans, scopes, tasks
 from lockstep.store.sql_tasks import TaskVerbs
@@ -36,26 +36,30 @@ _SHOWN: Final = 10
 class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
     """A `JobStore` in the database at `url`, for example `sqlite:///.lockstep/jobs.db`.
 
-    Raises: Invalid if it cannot be opened, Incompatible if a newer version wrote it.
+    `clock` judges leases where the database has none of its own.
+    Raises: Invalid if it cannot be opened, Incompatible if a newer version wrote it, Retryable if it does
+    not answer.
     """
 
     def __init__(self, url: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        super().__init__(Database(url, clock))
+        super().__init__(open_database(url, clock))
 
     def close(self) -> None:
         self._db.close()
 
     # Making jobs
 
+    @verb
     def create(self, jobs: Sequence[NewJob]) -> list[Job]:
         with self._db.write() as conn:
+            for scope in sorted({new.holding.scope for new in jobs}):
+                self._lock_scope(conn, scope)
+            # Under the lock: the first copy of a request that is sent twice may still be under way.
             known = [self._known(conn, new) for new in jobs]
             if jobs and all(known):
                 return [self._job(conn, new.job_id) for new in jobs]
             if any(known):
                 raise Invalid("some of these jobs exist already, others do not: nothing was created")
-            for scope in sorted({new.holding.scope for new in jobs}):
-                self._lock_scope(conn, scope)
             for new in jobs:
                 self._create(conn, new)
             return [self._job(conn, new.job_id) for new in jobs]
@@ -104,10 +108,12 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
 
     # Reading
 
+    @verb
     def read(self, job_id: str) -> Job:
         with self._db.read() as conn:
             return self._job(conn, job_id)
 
+    @verb
     def find(self, prefix: str) -> Job:
         with self._db.read() as conn:
             begins = func.substr(jobs.c.job_id, 1, len(prefix)) == prefix
@@ -124,11 +130,13 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
                 )
             return self._job(conn, prefix if prefix in found else found[0])
 
+    @verb
     def holders(self, scope: str) -> list[Job]:
         with self._db.read() as conn:
             ids = [row.job_id for row in conn.execute(_holders(scope))]
             return self._jobs(conn, [self._row(conn, job_id) for job_id in ids])
 
+    @verb
     def tasks(self, job_id: str, stage: str | None = None) -> list[Task]:
         of_stage = tasks.c.stage == stage if stage is not None else true()
         query = select(tasks).where(tasks.c.job_id == job_id, of_stage).order_by(tasks.c.idx)
@@ -140,6 +148,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
             found, key=lambda task: stages.index(task.stage) if task.stage in stages else len(stages)
         )
 
+    @verb
     def history(self, job_id: str) -> list[HistoryEntry]:
         query = select(history).where(history.c.job_id == job_id).order_by(history.c.id)
         with self._db.read() as conn:
@@ -151,6 +160,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
 
     # Control
 
+    @verb
     def stop(self, job_id: str, event: Event, error: ErrorInfo | None = None) -> Job:
         """As the protocol says. A job whose plan cannot be read is stopped too, before that is raised."""
         if event not in (Event.KILL, Event.FAIL):
@@ -167,6 +177,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
                 self._move(conn, job, event, detail=detail, **reason)
         return self.read(job_id)
 
+    @verb
     def pause(self, job_id: str) -> Job:
         with self._db.write() as conn:
             job = self._lock(conn, job_id)
@@ -181,6 +192,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
                 self._move(conn, job, Event.PAUSE)
             return self._job(conn, job_id)
 
+    @verb
     def resume(self, job_id: str) -> Job:
         with self._db.write() as conn:
             job = self._lock(conn, job_id)
@@ -191,6 +203,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
                 self._commit_if_done(conn, self._move(conn, job, Event.RESUME))
             return self._job(conn, job_id)
 
+    @verb
     def retry(self, job_id: str) -> Job:
         """As the protocol says. Asked again while the retried job is live, it answers with the job."""
         with self._db.write() as conn:
@@ -207,12 +220,14 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
             self._commit_if_done(conn, job)
             return self._job(conn, job_id)
 
+    @verb
     def released(self, job_id: str) -> None:
         with self._db.write() as conn:
             job = self._lock(conn, job_id)
             if not job.released:
                 self._swap(conn, job, {"released": True})
 
+    @verb
     def unreleased(self) -> list[Job]:
         ended = jobs.c.state.in_([State.COMPLETED.value, State.KILLED.value])
         query = select(jobs).where(ended, ~jobs.c.released).order_by(jobs.c.created_at, jobs.c.job_id)
@@ -221,20 +236,35 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
 
     def expire(self, ttl_s: float) -> list[str]:
         """One transaction for each job. What is left of jobs that were deleted by hand goes too."""
+        forgotten = [job_id for job_id in self._expired(ttl_s) if self._forget(job_id)]
+        self._forget_remains()
+        return forgotten
+
+    @verb
+    def _expired(self, ttl_s: float) -> Sequence[str]:
         ended = jobs.c.state.in_([State.COMPLETED.value, State.KILLED.value])
         with self._db.read() as conn:
             old = jobs.c.finished_at < self._db.now(conn) - ttl_s
-            found = list(conn.execute(select(jobs.c.job_id).where(ended, jobs.c.released, old)).scalars())
-        for job_id in found:
-            with self._db.write() as conn:
-                for table in OF_A_JOB:
-                    conn.execute(delete(table).where(table.c.job_id == job_id))
+            return conn.execute(select(jobs.c.job_id).where(ended, jobs.c.released, old)).scalars().all()
+
+    @verb
+    def _forget(self, job_id: str) -> bool:
+        """False if somebody else has forgotten it first."""
+        with self._db.write() as conn:
+            if self._lock_if_there(conn, job_id) is None:
+                return False
+            for table in OF_A_JOB:
+                conn.execute(delete(table).where(table.c.job_id == job_id))
+        return True
+
+    @verb
+    def _forget_remains(self) -> None:
         with self._db.write() as conn:
             for table in OF_A_JOB[:-1]:
                 conn.execute(delete(table).where(table.c.job_id.not_in(select(jobs.c.job_id))))
-        return found
 
     # Last in the class: after it, `list` is no longer the type for a type checker.
+    @verb
     def list(self, states: Collection[State] | None = None, limit: int | None = None) -> list[Job]:
         wanted = jobs.c.state.in_([state.value for state in states]) if states is not None else true()
         query = (

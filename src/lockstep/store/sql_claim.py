@@ -9,12 +9,14 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, bindparam, exists, func, select
 
-from lockstep.errors import Corrupt, ErrorInfo, LockstepError
-from lockstep.job import PLAN_FORMAT, Event, Job, Lease, Task, TaskState
+from lockstep.errors import Corrupt, ErrorInfo, LockstepError, Retryable
+from lockstep.job import PLAN_FORMAT, Event, Job, Lease, State, Task, TaskState
 from lockstep.store import Claim
+from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import (
     IS_LEASED,
     IS_RUNNABLE,
+    JobRow,
     Records,
     as_task,
     error_text,
@@ -29,7 +31,9 @@ _is_leased: Final = exists().where(
     IS_LEASED, tasks.c.job_id == jobs.c.job_id, tasks.c.free_at > bindparam("now")
 )
 _is_open: Final = exists().where(_of_job, tasks.c.free_at >= 0)
-_candidate: Final = select(jobs).where(IS_RUNNABLE, jobs.c.plan_format <= PLAN_FORMAT)
+_candidate: Final = select(jobs.c.job_id, jobs.c.created_at).where(
+    IS_RUNNABLE, jobs.c.plan_format <= PLAN_FORMAT
+)
 _LEASES: Final = (
     select(tasks.c.job_id, func.count())
     .where(IS_LEASED, tasks.c.free_at > bindparam("now"))
@@ -41,7 +45,7 @@ _IDLE_JOBS: Final = (
     .limit(bindparam("slots"))
 )
 _BUSY_JOBS: Final = _candidate.where(jobs.c.job_id.in_(bindparam("busy", expanding=True)), _can_be_claimed)
-_GHOSTS: Final = select(jobs).where(IS_RUNNABLE, jobs.c.tasks_done < jobs.c.tasks_total, ~_is_open)
+_GHOSTS: Final = select(jobs.c.job_id).where(IS_RUNNABLE, jobs.c.tasks_done < jobs.c.tasks_total, ~_is_open)
 _FREE_TASKS: Final = (
     select(tasks)
     .where(
@@ -58,44 +62,88 @@ class ClaimVerb(Records):
     def claim(
         self, worker: str, slots: int, lease_s: float, job_ids: Collection[str] | None = None
     ) -> list[Claim]:
-        """One transaction. The job with the fewest leases comes first, then the oldest."""
+        """The job with the fewest leases comes first, then the oldest.
+
+        Jobs that others are changing at this instant are passed over, so that a client that hangs holds up
+        its own job only. If that leaves slots empty, they are waited for, each in a transaction of its own.
+        """
         if slots <= 0:
             return []
         wanted = None if job_ids is None else sorted(set(job_ids))
+        claims, passed_over = self._claim(worker, slots, lease_s, wanted)
+        for job_id in passed_over:
+            if len(claims) == slots:
+                break
+            try:
+                more, _ = self._claim(worker, slots - len(claims), lease_s, [job_id], wait=True)
+            except Retryable:
+                # What was leased before must reach the caller.
+                if not claims:
+                    raise
+                break
+            claims += more
+        return claims
+
+    @verb
+    def _claim(
+        self, worker: str, slots: int, lease_s: float, wanted: Sequence[str] | None, *, wait: bool = False
+    ) -> tuple[list[Claim], list[str]]:
+        """One transaction. Answers also the jobs that were passed over because somebody has them locked."""
         with self._db.write() as conn:
             now = self._db.now(conn)
-            picked = self._pick(conn, now, slots, wanted)
-            if len(picked) < slots:
+            picked, passed_over = self._pick(conn, now, slots, wanted, wait)
+            if sum(len(free) for _, free in picked) < slots:
                 self._fail_ghosts(conn, wanted)
-            leased = [self._lease(conn, task, worker, now + lease_s) for task in picked]
+            leased = [
+                (self._lease(conn, task, worker, now + lease_s), task) for _, free in picked for task in free
+            ]
             found = self._started(conn, picked, worker)
-        return [
+        claims = [
             Claim(lease, found[lease.job_id], _as_leased(task, lease, now + lease_s))
-            for lease, task in zip(leased, picked, strict=True)
+            for lease, task in leased
         ]
+        return claims, passed_over
 
-    def _pick(self, conn: Connection, now: float, slots: int, wanted: Sequence[str] | None) -> list[Row[Any]]:
+    def _pick(
+        self, conn: Connection, now: float, slots: int, wanted: Sequence[str] | None, wait: bool
+    ) -> tuple[list[tuple[JobRow, list[Row[Any]]]], list[str]]:
+        """Locked jobs with the tasks to take from each, and the jobs that somebody else has locked."""
         leases: dict[str, int] = dict(conn.execute(_LEASES, {"now": now}).all())
         turns = [
-            (leases.get(job.job_id, 0), job.created_at, job.job_id, job.stage)
+            (leases.get(job.job_id, 0), job.created_at, job.job_id)
             for job in self._candidates(conn, now, slots, sorted(leases), wanted)
         ]
         heapq.heapify(turns)
+        locked: dict[str, JobRow] = {}
         free: dict[str, Iterator[Row[Any]]] = {}
-        picked: list[Row[Any]] = []
-        while turns and len(picked) < slots:
-            count, created_at, job_id, stage = heapq.heappop(turns)
-            if job_id not in free:
-                about = {"job_id": job_id, "stage": stage, "now": now, "slots": slots - len(picked)}
-                free[job_id] = iter(conn.execute(_FREE_TASKS, about).all())
+        taken: dict[str, list[Row[Any]]] = {}
+        passed_over: list[str] = []
+        left = slots
+        while turns and left:
+            count, created_at, job_id = heapq.heappop(turns)
+            if job_id not in locked:
+                # Without waiting the order of locks does not matter, and with it there is only one job.
+                lock = self._lock_if_there if wait else self._lock_at_once
+                if (job := lock(conn, job_id)) is None:
+                    passed_over.append(job_id)
+                    continue
+                locked[job_id] = job
+                free[job_id] = iter(self._free_tasks(conn, job, now, left))
             if (task := next(free[job_id], None)) is not None:
-                picked.append(task)
-                heapq.heappush(turns, (count + 1, created_at, job_id, stage))
-        return picked
+                taken.setdefault(job_id, []).append(task)
+                left -= 1
+                heapq.heappush(turns, (count + 1, created_at, job_id))
+        return [(locked[job_id], tasks_of_it) for job_id, tasks_of_it in taken.items()], passed_over
+
+    def _free_tasks(self, conn: Connection, job: JobRow, now: float, most: int) -> Sequence[Row[Any]]:
+        if job.state not in (State.PENDING, State.RUNNING):
+            return []
+        about = {"job_id": job.job_id, "stage": job.stage, "now": now, "slots": most}
+        return conn.execute(_FREE_TASKS, about).all()
 
     def _candidates(
         self, conn: Connection, now: float, slots: int, busy: Sequence[str], wanted: Sequence[str] | None
-    ) -> list[Row[Any]]:
+    ) -> Sequence[Row[Any, Any]]:
         """Jobs with a free task: those without any lease first, up to `slots` of them, then the others.
 
         A job whose plan cannot be read is passed over, and the next one takes its place.
@@ -130,22 +178,24 @@ class ClaimVerb(Records):
         )
         return Lease(task.job_id, task.stage, task.idx, task.epoch + 1, worker)
 
-    def _started(self, conn: Connection, picked: Sequence[Row[Any]], worker: str) -> dict[str, Job]:
+    def _started(
+        self, conn: Connection, picked: Sequence[tuple[JobRow, list[Row[Any]]]], worker: str
+    ) -> dict[str, Job]:
         """The jobs of the tasks that were just leased, all running now."""
         rows = []
-        for job_id in dict.fromkeys(task.job_id for task in picked):
-            job = self._lock(conn, job_id)
-            lost = [task for task in picked if task.job_id == job_id and task.state == TaskState.LEASED]
-            if lost:
-                job = self._add(conn, job, **lost_progress(lost))
-            rows.append(self._run(conn, job, worker))
+        for job, taken in picked:
+            lost = lost_progress([task for task in taken if task.state == TaskState.LEASED])
+            rows.append(self._run(conn, self._add(conn, job, **lost), worker))
         return {job.job_id: job for job in self._jobs(conn, rows)}
 
     def _fail_ghosts(self, conn: Connection, wanted: Sequence[str] | None) -> None:
         """A job whose open tasks are no longer in the store can never end by itself: fail it, and say why."""
         query = _GHOSTS if wanted is None else _GHOSTS.where(jobs.c.job_id.in_(wanted))
-        for row in conn.execute(query).all():
-            job = self._lock(conn, row.job_id)
+        for job_id in conn.execute(query).scalars().all():
+            job = self._lock_at_once(conn, job_id)
+            # Looked at again under the lock: its tasks may have moved on before it.
+            if job is None or conn.execute(_GHOSTS.where(jobs.c.job_id == job_id)).first() is None:
+                continue
             error = ErrorInfo(
                 Corrupt.__name__,
                 f"{job.tasks_done} of {job.tasks_total} tasks of stage {job.stage} are done, "

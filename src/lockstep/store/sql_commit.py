@@ -11,6 +11,7 @@ from sqlalchemy import Connection, bindparam, select, true
 from lockstep.errors import ErrorInfo, Fenced, Invalid, LockstepError, NoSuchJob
 from lockstep.job import PLAN_FORMAT, CommitLease, Event, Job, State, after
 from lockstep.store import CommitClaim
+from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import IS_COMMITTING, JobRow, Records, error_text
 from lockstep.store.sql_schema import jobs
 
@@ -27,6 +28,7 @@ _READY: Final = (
 
 
 class CommitVerbs(Records):
+    @verb
     def claim_commit(
         self, worker: str, lease_s: float, job_ids: Collection[str] | None = None, *, force: bool = False
     ) -> CommitClaim | None:
@@ -40,7 +42,10 @@ class CommitVerbs(Records):
                 except LockstepError as error:
                     self._warn(job_id, error)
                     continue
-                return self._take(conn, self._lock(conn, job_id), worker, now, lease_s)
+                # One that somebody else is taking now is theirs; a kill waits for it.
+                job = self._lock(conn, job_id) if force else self._lock_at_once(conn, job_id)
+                if job is not None and job.state == State.COMMITTING and job.commit_free_at <= before:
+                    return self._take(conn, job, worker, now, lease_s)
         return None
 
     def _take(self, conn: Connection, job: JobRow, worker: str, now: float, lease_s: float) -> CommitClaim:
@@ -55,6 +60,7 @@ class CommitVerbs(Records):
         lease = CommitLease(job.job_id, job.generation, job.commit_epoch, worker)
         return CommitClaim(lease, self._job(conn, job.job_id))
 
+    @verb
     def renew_commit(self, lease: CommitLease, lease_s: float, *, attempted: bool = False) -> Job:
         with self._db.write() as conn:
             job = self._committing(conn, lease)
@@ -64,6 +70,7 @@ class CommitVerbs(Records):
             self._swap(conn, job, changes)
             return self._job(conn, job.job_id)
 
+    @verb
     def yield_commit(self, lease: CommitLease, retry_in_s: float) -> None:
         with self._db.write() as conn:
             try:
@@ -74,6 +81,7 @@ class CommitVerbs(Records):
                 return
             self._swap(conn, job, {"commit_owner": None, "commit_free_at": self._db.now(conn) + retry_in_s})
 
+    @verb
     def end(
         self,
         lease: CommitLease,

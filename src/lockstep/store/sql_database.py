@@ -1,96 +1,165 @@
 """One SQL database: its connections, transactions, clock and schema version.
 
-All that differs between databases is in this room.
+What differs between databases is in `sql_sqlite` and `sql_postgresql`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, inspect, select
+from sqlalchemy import Connection, Engine, Select, Table, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from lockstep.errors import Corrupt, Incompatible, Invalid, LockstepError, Retryable
-from lockstep.runtime import Clock
+from lockstep.errors import Incompatible, Invalid, LockstepError, Retryable
+from lockstep.runtime import Clock, backoff_s
 from lockstep.store import sql_schema
 
-BUSY_TIMEOUT_S: Final = 30.0
-_BEGIN: Final = "lockstep_begin"
+KNOWN: Final = "known: sqlite:///PATH and postgresql://USER:PASSWORD@HOST/DATABASE"
+TIME: Final = "store_time"
+"""The column in which `with_time` hands the database's time over."""
+
+_UNDONE_ATTEMPTS: Final = 6
+_UNDONE_FIRST_S: Final = 0.02
+_UNDONE_MOST_S: Final = 0.5
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-class Database:
-    """Opens the database at `url`, makes or upgrades its schema, and hands out transactions.
+class Undone(Retryable):
+    """The database took a transaction back: surely nothing of it happened."""
 
-    Safe to use from many threads, and from many processes on one file.
-    Raises: Invalid if it cannot be opened, Incompatible if a newer version wrote it.
+
+def verb(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Run a verb of the store anew, a few times, when its transaction was undone.
+
+    A connection that is lost while a commit is under way is not such a case: that one may have landed, and
+    it is for the caller to send the verb again.
     """
 
-    def __init__(self, url: str, clock: Clock) -> None:
-        self.url = _parse(url)
-        self._clock = clock
-        # SQLite has one writer. Threads of this process queue here, in order, rather than in its busy
-        # handler, which sleeps and polls and lets some of them starve.
-        self._writer = threading.Lock()
-        self._engine = _sqlite_engine(self.url)
-        self._write_engine = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for attempt in range(1, _UNDONE_ATTEMPTS):
+            try:
+                return method(*args, **kwargs)
+            except Undone:
+                threading.Event().wait(backoff_s(attempt, _UNDONE_FIRST_S, _UNDONE_MOST_S))
+        return method(*args, **kwargs)
+
+    return run
+
+
+class Database(ABC):
+    """Opens the database at `url`, makes or upgrades its schema, and hands out transactions.
+
+    Safe to use from many threads, and from many processes.
+    Raises: Invalid if it cannot be opened, Incompatible if a newer version wrote it, Retryable if it does
+    not answer.
+    """
+
+    def __init__(self, url: URL, engine: Engine) -> None:
+        self.url = url
+        self._engine = engine
         try:
             self._open()
         except BaseException:
             self._engine.dispose()
             raise
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """One transaction that sees one state of the store."""
-        with _told(self.url), self._engine.begin() as connection:
-            yield connection
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The store as it may be printed."""
 
-    @contextmanager
-    def write(self) -> Iterator[Connection]:
+    @abstractmethod
+    def read(self) -> AbstractContextManager[Connection]:
+        """One transaction that sees one state of the store."""
+
+    @abstractmethod
+    def write(self) -> AbstractContextManager[Connection]:
         """One transaction that is durable when the block ends, and never happened if it raises.
 
-        Raises: Retryable if the database stays locked.
+        Raises: Retryable if the database stays locked or is away, Undone if it took the transaction back.
+        A connection that is lost while the block ends leaves it open what happened; that is Retryable too.
         """
-        if not self._writer.acquire(timeout=BUSY_TIMEOUT_S):
-            raise _locked(self.url)
-        try:
-            with _told(self.url), self._write_engine.begin() as connection:
-                yield connection
-        finally:
-            self._writer.release()
 
+    @abstractmethod
     def now(self, connection: Connection) -> float:
         """The store's time: the database's own where it has a clock, else that of this machine."""
-        return self._clock.now()
+
+    def with_time(self, query: Select[Any]) -> Select[Any]:
+        """`query`, with the store's time in a column beside it where that saves a question."""
+        return query
+
+    @abstractmethod
+    def note_time(self, connection: Connection, now: float) -> None:
+        """Take what came with a row of `with_time` for the time of this transaction."""
 
     def close(self) -> None:
         self._engine.dispose()
 
+    @abstractmethod
+    def _translated(self, error: DBAPIError) -> LockstepError:
+        """What the driver raised as an error of ours, which says what to do."""
+
+    @abstractmethod
+    def _lock_schema(self, connection: Connection) -> None:
+        """Wait for whoever else is making or upgrading the schema now."""
+
     def _open(self) -> None:
-        with self.read() as connection:
-            _use_wal(connection)
         with self.read() as connection:
             if _version(connection) == sql_schema.HEAD:
                 return
         with self.write() as connection:
+            self._lock_schema(connection)
             # Looked at again under the lock: another process may have made the schema meanwhile.
             found = _version(connection)
             if found == sql_schema.HEAD:
                 return
             if found is not None and found > sql_schema.HEAD:
                 raise Incompatible(
-                    f"the job store {_name(self.url)} has schema {found}; this version of Lockstep "
+                    f"the job store {self.name} has schema {found}; this version of Lockstep "
                     f"knows {sql_schema.HEAD}",
                     hint="upgrade Lockstep on this machine; the store was left as it is",
                 )
-            _migrate(connection)
+            migrate(connection)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn what the driver raises into errors of ours."""
+        try:
+            yield
+        except DBAPIError as error:
+            raise self._translated(error) from error
+        except PoolTimeout as error:
+            raise Retryable(
+                f"all connections of this process to the job store {self.name} are taken",
+                hint="the store answers slowly; look at its load",
+            ) from error
+        except UnicodeEncodeError as error:
+            raise Invalid(f"text that is not valid Unicode cannot be stored: {error.object!r}") from error
+
+
+def open_database(url: str, clock: Clock) -> Database:
+    """Raises: as Database does."""
+    # Each imported only where it is used: a driver costs time, and may not be there.
+    parsed = _parse(url)
+    if parsed.get_backend_name() == "sqlite":
+        from lockstep.store.sql_sqlite import SqliteDatabase
+
+        return SqliteDatabase(parsed, clock)
+    from lockstep.store.sql_postgresql import PostgresqlDatabase
+
+    return PostgresqlDatabase(parsed)
 
 
 def insert_if_absent(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
@@ -101,82 +170,7 @@ def insert_if_absent(connection: Connection, table: Table, row: Mapping[str, Any
         connection.execute(sqlite.insert(table).values(row).on_conflict_do_nothing())
 
 
-def _parse(url: str) -> URL:
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise Invalid(
-            "the address of the job store is not a URL", hint='for example "sqlite:///.lockstep/jobs.db"'
-        ) from error
-    if parsed.get_backend_name() != "sqlite":
-        raise Invalid(f'no job store for "{parsed.drivername}://"', hint="known: sqlite:///PATH")
-    if not parsed.database or parsed.database == ":memory:":
-        raise Invalid(
-            "the job store needs a file: jobs must outlive this process",
-            hint='for example "sqlite:///.lockstep/jobs.db"',
-        )
-    return parsed
-
-
-def _sqlite_engine(url: URL) -> Engine:
-    path = Path(url.database or "")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Invalid(
-            f"cannot make the folder of the job store {path}: {error.strerror}",
-            hint="set [store] url in lockstep.toml to a place that can be written to",
-        ) from error
-    engine = create_engine(
-        url,
-        connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
-        pool_size=8,
-        max_overflow=-1,
-    )
-
-    @event.listens_for(engine, "connect")
-    def prepare(connection: Any, _entry: ConnectionPoolEntry) -> None:
-        # The driver must not begin transactions by itself: we say when, and whether to take the write lock.
-        connection.isolation_level = None
-        # FULL: an answered checkpoint survives a power cut. With NORMAL an epoch could be handed out twice,
-        # and two attempts would write files of the same name. It costs 0.2 ms per verb.
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA cache_size = -16000")
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
-
-    return engine
-
-
-def _use_wal(connection: Connection) -> None:
-    """Switch the file to write-ahead logging: readers and the writer do not wait for each other.
-
-    The mode is kept in the file. Switching does not wait but fails while another process does the same.
-    """
-    if connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal":
-        return
-    connection.exec_driver_sql("COMMIT")
-    pause = threading.Event()
-    for attempts_left in range(200, -1, -1):
-        try:
-            connection.exec_driver_sql("PRAGMA journal_mode = WAL")
-            break
-        except DBAPIError as error:
-            if "locked" not in str(error.orig) or attempts_left == 0:
-                raise
-            pause.wait(0.05)
-    connection.exec_driver_sql("BEGIN")
-
-
-def _version(connection: Connection) -> str | None:
-    if not inspect(connection).has_table(sql_schema.version.name):
-        return None
-    return connection.execute(select(sql_schema.version.c.version_num)).scalar()
-
-
-def _migrate(connection: Connection) -> None:
+def migrate(connection: Connection) -> None:
     """Bring the schema to HEAD, in the transaction of `connection`."""
     # Imported here: Alembic costs time that a command on an up-to-date store does not have.
     from alembic import command
@@ -188,47 +182,22 @@ def _migrate(connection: Connection) -> None:
     command.upgrade(config, "head")
 
 
-@contextmanager
-def _told(url: URL) -> Iterator[None]:
-    """Turn what the driver raises into errors of ours, which say what to do."""
+def _parse(url: str) -> URL:
     try:
-        yield
-    except DBAPIError as error:
-        raise _translated(url, error) from error
-    except UnicodeEncodeError as error:
-        raise Invalid(f"text that is not valid Unicode cannot be stored: {error.object!r}") from error
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        # Not chained: what cannot be parsed may hold a password, and the cause quotes it.
+        raise Invalid(
+            "the address of the job store is not a URL",
+            hint='for example "sqlite:///.lockstep/jobs.db"; in a URL, write @ : / % of a password as '
+            "%40 %3A %2F %25",
+        ) from None
+    if parsed.drivername not in ("sqlite", "postgresql", "postgresql+psycopg"):
+        raise Invalid(f'no job store for "{parsed.drivername}://"', hint=KNOWN)
+    return parsed
 
 
-def _translated(url: URL, error: DBAPIError) -> LockstepError:
-    reason = str(error.orig)
-    if "locked" in reason or "busy" in reason:
-        return _locked(url)
-    if "unable to open" in reason or "not a database" in reason:
-        return Invalid(
-            f"cannot open the job store {_name(url)}: {reason}",
-            hint="check [store] url in lockstep.toml, and the rights on the folder",
-        )
-    if "readonly" in reason:
-        return Invalid(
-            f"the job store {_name(url)} cannot be written to",
-            hint="check the rights on the file and its folder",
-        )
-    if "malformed" in reason:
-        return Corrupt(
-            f"the job store {_name(url)} is damaged: {reason}",
-            hint="restore it from a copy, or start a new one",
-        )
-    return Retryable(f"the job store {_name(url)} failed: {reason}", hint="check the disk it is on")
-
-
-def _locked(url: URL) -> Retryable:
-    return Retryable(
-        f"the job store {_name(url)} has been locked for {BUSY_TIMEOUT_S:.0f} s",
-        hint="another process holds a transaction open on it; end that one, then try again",
-    )
-
-
-def _name(url: URL) -> str:
-    return (
-        str(url.database) if url.get_backend_name() == "sqlite" else url.render_as_string(hide_password=True)
-    )
+def _version(connection: Connection) -> str | None:
+    if not inspect(connection).has_table(sql_schema.version.name):
+        return None
+    return connection.execute(select(sql_schema.version.c.version_num)).scalar()

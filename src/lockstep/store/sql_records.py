@@ -37,7 +37,7 @@ from lockstep.job import (
     TaskState,
     after,
 )
-from lockstep.store.sql_database import Database
+from lockstep.store.sql_database import TIME, Database
 from lockstep.store.sql_schema import history, jobs, plans, tasks
 
 _LOG: Final = logging.getLogger("lockstep.store")
@@ -52,6 +52,7 @@ IS_RUNNABLE: Final = text("lockstep_jobs.state IN ('pending', 'running')")
 
 _JOB: Final = select(jobs).where(jobs.c.job_id == bindparam("job_id"))
 _JOB_LOCKED: Final = _JOB.with_for_update()
+_JOB_LOCKED_AT_ONCE: Final = _JOB.with_for_update(skip_locked=True)
 _TASK: Final = select(tasks).where(
     tasks.c.job_id == bindparam("job_id"),
     tasks.c.stage == bindparam("stage"),
@@ -91,7 +92,8 @@ class JobRow(SimpleNamespace):
 class Records:
     """Reading and moving jobs inside a transaction of the caller.
 
-    Whoever changes a job or its tasks locks the job's row first, so that two verbs never wait for each other.
+    Whoever changes a job or its tasks locks the job's row first: what it then reads of the job stays so, and
+    two verbs never wait for each other. Whoever needs several jobs locks them in the order of their ids.
     """
 
     def __init__(self, database: Database) -> None:
@@ -99,6 +101,8 @@ class Records:
         self._frozen: OrderedDict[str, Frozen] = OrderedDict()
         self._frozen_lock = threading.Lock()
         self._unreadable: dict[str, str] = {}
+        self._locking = database.with_time(_JOB_LOCKED)
+        self._locking_at_once = database.with_time(_JOB_LOCKED_AT_ONCE)
 
     # Reading
 
@@ -107,7 +111,23 @@ class Records:
 
     def _lock(self, conn: Connection, job_id: str) -> JobRow:
         """The job's row, which stays as it is until the transaction ends. Raises: NoSuchJob."""
-        return _one(conn, _JOB_LOCKED, job_id)
+        return self._timed(conn, _one(conn, self._locking, job_id))
+
+    def _lock_at_once(self, conn: Connection, job_id: str) -> JobRow | None:
+        """As `_lock`; None instead of waiting for somebody who has it locked, or if it is gone."""
+        row = conn.execute(self._locking_at_once, {"job_id": job_id}).one_or_none()
+        return None if row is None else self._timed(conn, JobRow(**row._mapping))
+
+    def _lock_if_there(self, conn: Connection, job_id: str) -> JobRow | None:
+        try:
+            return self._lock(conn, job_id)
+        except NoSuchJob:
+            return None
+
+    def _timed(self, conn: Connection, job: JobRow) -> JobRow:
+        if (now := vars(job).pop(TIME, None)) is not None:
+            self._db.note_time(conn, now)
+        return job
 
     def _task_row(self, conn: Connection, job_id: str, stage: str, index: int) -> Row[Any] | None:
         return conn.execute(_TASK, {"job_id": job_id, "stage": stage, "idx": index}).one_or_none()
@@ -254,7 +274,7 @@ class Records:
             "event": str(event),
             "state": job.state,
             "generation": job.generation,
-            "detail": detail.encode("utf-8", "replace").decode(),
+            "detail": detail.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}"),
             "worker": worker,
         }
         conn.execute(_NOTE, entry)

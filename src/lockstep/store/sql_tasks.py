@@ -26,6 +26,7 @@ from lockstep.job import (
     Verdict,
 )
 from lockstep.store import Begun
+from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import (
     IS_COMMITTING,
     IS_LEASED,
@@ -57,18 +58,20 @@ _CHUNKS_AFTER: Final = (
 )
 
 _ADD_CHUNKS: Final = insert(chunks)
-_ABANDON_COMMITS: Final = (
-    update(jobs)
-    .where(
-        IS_COMMITTING,
-        jobs.c.commit_owner == bindparam("b_worker"),
-        jobs.c.commit_free_at > bindparam("b_now"),
-    )
-    .values(commit_free_at=bindparam("b_now"))
+_COMMITS_OF_WORKER: Final = select(jobs.c.job_id).where(
+    IS_COMMITTING, jobs.c.commit_owner == bindparam("worker"), jobs.c.commit_free_at > bindparam("now")
+)
+_JOBS_OF_WORKER: Final = select(tasks.c.job_id).where(
+    IS_LEASED, tasks.c.owner == bindparam("worker"), tasks.c.free_at > bindparam("now")
 )
 _ABANDON_TASKS: Final = (
     update(tasks)
-    .where(IS_LEASED, tasks.c.owner == bindparam("b_worker"), tasks.c.free_at > bindparam("b_now"))
+    .where(
+        IS_LEASED,
+        tasks.c.job_id == bindparam("b_job_id"),
+        tasks.c.owner == bindparam("b_worker"),
+        tasks.c.free_at > bindparam("b_now"),
+    )
     .values(free_at=bindparam("b_now"))
 )
 
@@ -99,11 +102,12 @@ class _Batch:
 
 
 class TaskVerbs(Records):
+    @verb
     def begin(self, lease: Lease, lease_s: float) -> Begun:
         with self._db.write() as conn:
-            now = self._db.now(conn)
             job = self._job_of(conn, lease)
             _refuse_ended(job)
+            now = self._db.now(conn)
             if job.state not in (State.PENDING, State.RUNNING):
                 raise Fenced(f"job {job.job_id} is {job.state}: no attempt may begin")
             task = self._task_row(conn, lease.job_id, lease.stage, lease.index)
@@ -128,6 +132,7 @@ class TaskVerbs(Records):
         position = None if task.position is None else json.loads(task.position)
         return Begun(replace(lease, epoch=task.epoch + 1), position, task.saved_rows, task.saved_bytes)
 
+    @verb
     def checkpoint(
         self,
         lease: Lease,
@@ -138,9 +143,9 @@ class TaskVerbs(Records):
     ) -> Verdict:
         batch = _Batch.of(position, staged)
         with self._db.write() as conn:
-            now = self._db.now(conn)
             job = self._job_of(conn, lease)
             _refuse_ended(job)
+            now = self._db.now(conn)
             task = self._held(conn, lease)
             if job.state != State.PAUSED:
                 job = self._run(conn, job, lease.worker)
@@ -149,16 +154,18 @@ class TaskVerbs(Records):
             self._swap(conn, job, counters)
         return _verdict(job)
 
+    @verb
     def finish(
         self, lease: Lease, position: Position, staged: Sequence[StagedFile], progress: Progress
     ) -> None:
         batch = _Batch.of(position, staged)
         with self._db.write() as conn:
             job = self._job_of(conn, lease)
-            if self._finished_so(conn, lease, batch):
+            found = self._task_row(conn, lease.job_id, lease.stage, lease.index)
+            if _finished_so(found, lease, batch):
                 return
             _refuse_ended(job)
-            task = self._held(conn, lease)
+            task = _held(found, lease)
             changes, counters = self._store(conn, job, task, batch, progress)
             ended = {"state": TaskState.DONE.value, "free_at": None, "owner": None, "error": None}
             self._set_task(conn, task, **{**changes, **ended})
@@ -167,14 +174,16 @@ class TaskVerbs(Records):
             if job.state != State.PAUSED:
                 self._run(conn, job, lease.worker)
 
+    @verb
     def fail(self, lease: Lease, error: ErrorInfo, retry_in_s: float | None) -> None:
         with self._db.write() as conn:
-            now = self._db.now(conn)
             job = self._job_of(conn, lease)
-            if _failed_so(self._task_row(conn, lease.job_id, lease.stage, lease.index), lease, error):
+            now = self._db.now(conn)
+            found = self._task_row(conn, lease.job_id, lease.stage, lease.index)
+            if _failed_so(found, lease, error):
                 return
             _refuse_ended(job)
-            task = self._held(conn, lease)
+            task = _held(found, lease)
             job = self._add(conn, job, **lost_progress([task]))
             state = TaskState.FAILED if retry_in_s is None else TaskState.WAITING
             self._set_task(
@@ -196,6 +205,7 @@ class TaskVerbs(Records):
                     conn, job, "task_failed", now, f"{what}; again in {retry_in_s:.1f} s", lease.worker
                 )
 
+    @verb
     def release(self, lease: Lease, *, unspent: bool = False) -> None:
         with self._db.write() as conn:
             try:
@@ -216,6 +226,7 @@ class TaskVerbs(Records):
             )
             self._add(conn, job, attempts=-refund, **lost_progress([task]))
 
+    @verb
     def heartbeat(self, held: Mapping[Lease, Progress], lease_s: float) -> dict[Lease, Verdict]:
         verdicts = dict.fromkeys(held, Verdict.STOP)
         with self._db.write() as conn:
@@ -229,9 +240,7 @@ class TaskVerbs(Records):
     ) -> dict[Lease, Verdict]:
         """Extend those of one job that are still held; the others are left out of the answer."""
         verdicts: dict[Lease, Verdict] = {}
-        try:
-            job = self._lock(conn, job_id)
-        except NoSuchJob:
+        if (job := self._lock_if_there(conn, job_id)) is None:
             return verdicts
         until = self._db.now(conn) + lease_s
         rows, size_bytes = job.rows_done, job.bytes_done
@@ -250,12 +259,24 @@ class TaskVerbs(Records):
             self._swap(conn, job, {"rows_done": rows, "bytes_done": size_bytes})
         return verdicts
 
+    @verb
     def abandon(self, worker: str) -> None:
         with self._db.write() as conn:
-            about = {"b_worker": worker, "b_now": self._db.now(conn)}
-            conn.execute(_ABANDON_COMMITS, about)
-            conn.execute(_ABANDON_TASKS, about)
+            now = self._db.now(conn)
+            about = {"worker": worker, "now": now}
+            found = [*conn.execute(_COMMITS_OF_WORKER, about).scalars()]
+            found += conn.execute(_JOBS_OF_WORKER, about).scalars()
+            for job_id in sorted(set(found)):
+                self._abandon(conn, job_id, worker, now)
 
+    def _abandon(self, conn: Connection, job_id: str, worker: str, now: float) -> None:
+        if (job := self._lock_if_there(conn, job_id)) is None:
+            return
+        if job.state == State.COMMITTING and job.commit_owner == worker and job.commit_free_at > now:
+            self._swap(conn, job, {"commit_free_at": now})
+        conn.execute(_ABANDON_TASKS, {"b_job_id": job_id, "b_worker": worker, "b_now": now})
+
+    @verb
     def advance(self, job_id: str, stage: str, next_stage: str, tasks: Sequence[TaskSpec]) -> Job:
         with self._db.write() as conn:
             job = self._lock(conn, job_id)
@@ -290,10 +311,7 @@ class TaskVerbs(Records):
 
     def _held(self, conn: Connection, lease: Lease) -> Row[Any]:
         """The task of a lease that is still the newest. Raises: Fenced if it is not."""
-        task = self._task_row(conn, lease.job_id, lease.stage, lease.index)
-        if task is None or task.state != TaskState.LEASED or task.epoch != lease.epoch:
-            raise _fenced(lease, task)
-        return task
+        return _held(self._task_row(conn, lease.job_id, lease.stage, lease.index), lease)
 
     def _store(
         self, conn: Connection, job: JobRow, task: Row[Any], batch: _Batch, progress: Progress
@@ -337,16 +355,6 @@ class TaskVerbs(Records):
             counters["fingerprint"] = dumps((as_fingerprint(job.fingerprint) + batch.fingerprint).to_json())
         return changes, counters
 
-    def _finished_so(self, conn: Connection, lease: Lease, batch: _Batch) -> bool:
-        """True if this very finish was recorded before: its reply got lost."""
-        task = self._task_row(conn, lease.job_id, lease.stage, lease.index)
-        return (
-            task is not None
-            and task.state == TaskState.DONE
-            and task.epoch == lease.epoch
-            and task.saved_digest == batch.digest
-        )
-
     def _add_tasks(self, conn: Connection, job_id: str, stage: str, specs: Sequence[TaskSpec]) -> None:
         fresh = {"state": TaskState.WAITING.value, "free_at": 0.0}
         fresh |= dict.fromkeys(
@@ -374,15 +382,11 @@ class TaskVerbs(Records):
 
     def manifest(self, job_id: str, stage: str) -> Iterator[StagedFile]:
         """Streams; raises Corrupt if fewer files are stored than were checkpointed."""
-        about = {"job_id": job_id, "stage": stage}
-        with self._db.read() as conn:
-            self._row(conn, job_id)
-            expected = conn.execute(_FILES_OF_STAGE, about).scalar_one()
+        expected = self._files_of_stage(job_id, stage)
         seen = 0
         place = (-1, -1)
         while True:
-            with self._db.read() as conn:
-                page = conn.execute(_CHUNKS_AFTER, {**about, "idx": place[0], "seq": place[1]}).all()
+            page = self._chunks_after(job_id, stage, place)
             for row in page:
                 for file in _unpacked(job_id, stage, row):
                     seen += 1
@@ -396,6 +400,21 @@ class TaskVerbs(Records):
                 f"{expected} were checkpointed",
                 hint="records of the store were deleted: kill the job and export again",
             )
+
+    @verb
+    def _files_of_stage(self, job_id: str, stage: str) -> int:
+        """How many files were checkpointed."""
+        with self._db.read() as conn:
+            self._row(conn, job_id)
+            return int(conn.execute(_FILES_OF_STAGE, {"job_id": job_id, "stage": stage}).scalar_one())
+
+    @verb
+    def _chunks_after(
+        self, job_id: str, stage: str, place: tuple[int, int]
+    ) -> Sequence[Row[int, int, bytes]]:
+        about = {"job_id": job_id, "stage": stage, "idx": place[0], "seq": place[1]}
+        with self._db.read() as conn:
+            return conn.execute(_CHUNKS_AFTER, about).all()
 
 
 def _unpacked(job_id: str, stage: str, row: Row[Any, Any, Any]) -> list[StagedFile]:
@@ -415,6 +434,23 @@ def _refuse_ended(job: JobRow) -> None:
 
 def _verdict(job: JobRow) -> Verdict:
     return Verdict.PAUSE if job.state == State.PAUSED else Verdict.GO_ON
+
+
+def _held(task: Row[Any] | None, lease: Lease) -> Row[Any]:
+    """The task, if the lease is still its newest. Raises: Fenced if it is not."""
+    if task is None or task.state != TaskState.LEASED or task.epoch != lease.epoch:
+        raise _fenced(lease, task)
+    return task
+
+
+def _finished_so(task: Row[Any] | None, lease: Lease, batch: _Batch) -> bool:
+    """True if this very finish was recorded before: its reply got lost."""
+    return (
+        task is not None
+        and task.state == TaskState.DONE
+        and task.epoch == lease.epoch
+        and task.saved_digest == batch.digest
+    )
 
 
 def _failed_so(task: Row[Any] | None, lease: Lease, error: ErrorInfo) -> bool:
