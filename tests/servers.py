@@ -81,7 +81,7 @@ class Postgresql:
             connection = self._sessions[database] = psycopg.connect(
                 self.url(database), autocommit=True, application_name="by hand"
             )
-        cursor = connection.execute(sql)  # type: ignore[call-overload]
+        cursor = connection.execute(sql)
         return cursor.fetchall() if cursor.description else []
 
     def start(self) -> None:

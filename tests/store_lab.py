@@ -53,7 +53,7 @@ class DatabaseClock(MovedClock):
         self._run = run
         super().__init__()
 
-    @property  # type: ignore[override]
+    @property
     def at(self) -> float:
         return self._at
 
