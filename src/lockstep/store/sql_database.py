@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, Table, inspect, select
+from sqlalchemy import Connection, Engine, Executable, Row, Select, Table, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -103,6 +103,23 @@ class Database(ABC):
     @abstractmethod
     def note_time(self, connection: Connection, now: float) -> None:
         """Take what came with a row of `with_time` for the time of this transaction."""
+
+    def lock(
+        self, connection: Connection, locking: Select[Any], reading: Select[Any], about: Mapping[str, Any]
+    ) -> tuple[Mapping[Any, Any] | None, Row[Any] | None]:
+        """Run `locking`, then `reading`, which sees what is there once the lock is taken; one row of each."""
+        locked = connection.execute(locking, {"job_id": about["job_id"]}).mappings().one_or_none()
+        return locked, connection.execute(reading, about).one_or_none()
+
+    def change(
+        self, connection: Connection, statement: Executable, row: Mapping[str, Any], refused: LockstepError
+    ) -> None:
+        """Change one row, at the latest when the transaction reads again or ends.
+
+        Raises: `refused`, then, if there was no such row; the transaction is undone.
+        """
+        if connection.execute(statement, row).rowcount != 1:
+            raise refused
 
     def close(self) -> None:
         self._engine.dispose()

@@ -1,17 +1,38 @@
-"""PostgreSQL, for workers on many machines. Its own clock judges leases; rows are locked, not the store."""
+"""PostgreSQL, for workers on many machines. Its own clock judges leases; rows are locked, not the store.
+
+What a verb costs is the number of times that it waits for the server. So changes are gathered and sent
+together, and the lock on a job together with the question that follows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from typing import cast as cast_type
 
-from sqlalchemy import Connection, Double, Engine, Select, cast, create_engine, extract, func, select
+from sqlalchemy import (
+    Connection,
+    Double,
+    Engine,
+    Executable,
+    Row,
+    Select,
+    cast,
+    create_engine,
+    event,
+    extract,
+    func,
+    select,
+)
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 
 from lockstep.errors import Invalid, LockstepError, Retryable
 from lockstep.store.sql_database import TIME, Database, Undone
+
+if TYPE_CHECKING:
+    import psycopg
 
 CONNECT_TIMEOUT_S: Final = 10
 LOCK_TIMEOUT_S: Final = 15
@@ -19,6 +40,7 @@ STATEMENT_TIMEOUT_S: Final = 30
 IDLE_TIMEOUT_S: Final = 10
 _CONNECTIONS: Final = 8
 _CONNECTIONS_MORE: Final = 24
+_CHANGES: Final = "lockstep_changes"
 _SCHEMA_LOCK: Final = 0x6C6F636B73746570  # "lockstep"
 
 # A verb is some milliseconds of small statements, so these are bounds on faults, not on work: a server
@@ -72,6 +94,13 @@ class PostgresqlDatabase(Database):
         self._read_engine = engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
+        self._texts: dict[Any, str] = {}
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def send_first(connection: Connection, *_rest: object) -> None:
+            # Whatever is read sees the changes before it.
+            self._send(connection)
+
         super().__init__(url, engine)
 
     @property
@@ -91,10 +120,13 @@ class PostgresqlDatabase(Database):
     def write(self) -> Iterator[Connection]:
         with self._told(), self._engine.connect() as connection:
             connection.info.pop(TIME, None)
+            connection.info[_CHANGES] = []
             transaction = connection.begin()
             try:
                 yield connection
+                self._send(connection)
             except BaseException:
+                connection.info[_CHANGES] = []
                 transaction.rollback()
                 raise
             try:
@@ -118,6 +150,58 @@ class PostgresqlDatabase(Database):
 
     def note_time(self, connection: Connection, now: float) -> None:
         connection.info.setdefault(TIME, now)
+
+    def lock(
+        self, connection: Connection, locking: Select[Any], reading: Select[Any], about: Mapping[str, Any]
+    ) -> tuple[Mapping[Any, Any] | None, Row[Any] | None]:
+        from psycopg.rows import dict_row, namedtuple_row
+
+        self._send(connection)
+        driver = _driver(connection)
+        with self._driven(connection), driver.pipeline():
+            locked = driver.cursor(row_factory=dict_row).execute(
+                self._text(locking), {"job_id": about["job_id"]}
+            )
+            read = driver.cursor(row_factory=namedtuple_row).execute(self._text(reading), about)
+            # Its columns are attributes, and nothing else of a row is used.
+            return locked.fetchone(), cast_type("Row[Any] | None", read.fetchone())
+
+    def change(
+        self, connection: Connection, statement: Executable, row: Mapping[str, Any], refused: LockstepError
+    ) -> None:
+        connection.info[_CHANGES].append((self._text(statement), row, refused))
+
+    def _send(self, connection: Connection) -> None:
+        """Send all changes that were gathered. Raises: what the first of them that met no row says."""
+        changes = connection.info.get(_CHANGES)
+        if not changes:
+            return
+        connection.info[_CHANGES] = []
+        driver = _driver(connection)
+        with self._driven(connection), driver.pipeline():
+            sent = [driver.execute(text, row) for text, row, _ in changes]
+        for cursor, (_, _, refused) in zip(sent, changes, strict=True):
+            if cursor.rowcount != 1:
+                raise refused
+
+    def _text(self, statement: Any) -> str:
+        """The statement in the driver's words; made once."""
+        if (known := self._texts.get(statement)) is None:
+            known = self._texts[statement] = str(statement.compile(dialect=self._engine.dialect))
+        return known
+
+    @contextmanager
+    def _driven(self, connection: Connection) -> Iterator[None]:
+        """Where the driver is spoken to directly, its errors look as if they came through SQLAlchemy."""
+        import psycopg
+
+        try:
+            yield
+        except psycopg.Error as error:
+            lost = _driver(connection).closed
+            if lost:
+                connection.invalidate(error)
+            raise DBAPIError("", None, error, connection_invalidated=lost) from error
 
     def _lock_schema(self, connection: Connection) -> None:
         connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
@@ -179,6 +263,12 @@ def _engine(url: URL) -> Engine:
             f"the driver for PostgreSQL is not installed ({error.name})",
             hint="pip install 'lockstep[postgresql]'",
         ) from error
+
+
+def _driver(connection: Connection) -> psycopg.Connection[Any]:
+    found = connection.connection.driver_connection
+    assert found is not None
+    return cast_type("psycopg.Connection[Any]", found)
 
 
 def _first_line(error: DBAPIError) -> str:

@@ -53,7 +53,7 @@ IS_RUNNABLE: Final = text("lockstep_jobs.state IN ('pending', 'running')")
 _JOB: Final = select(jobs).where(jobs.c.job_id == bindparam("job_id"))
 _JOB_LOCKED: Final = _JOB.with_for_update()
 _JOB_LOCKED_AT_ONCE: Final = _JOB.with_for_update(skip_locked=True)
-_TASK: Final = select(tasks).where(
+TASK: Final = select(tasks).where(
     tasks.c.job_id == bindparam("job_id"),
     tasks.c.stage == bindparam("stage"),
     tasks.c.idx == bindparam("idx"),
@@ -130,7 +130,7 @@ class Records:
         return job
 
     def _task_row(self, conn: Connection, job_id: str, stage: str, index: int) -> Row[Any] | None:
-        return conn.execute(_TASK, {"job_id": job_id, "stage": stage, "idx": index}).one_or_none()
+        return conn.execute(TASK, {"job_id": job_id, "stage": stage, "idx": index}).one_or_none()
 
     def _job(self, conn: Connection, job_id: str) -> Job:
         """Raises: NoSuchJob; Incompatible or Corrupt if its plan cannot be read."""
@@ -254,8 +254,8 @@ class Records:
             "b_generation": job.generation,
             "b_commit_epoch": job.commit_epoch,
         }
-        if conn.execute(_job_update(tuple(sorted(changes))), {**changes, **keys}).rowcount != 1:
-            raise Retryable(f"job {job.job_id} was changed by somebody else at the same time")
+        refused = Retryable(f"job {job.job_id} was changed by somebody else at the same time")
+        self._db.change(conn, _job_update(tuple(sorted(changes))), {**changes, **keys}, refused)
         return job.changed(changes)
 
     def _note(
@@ -277,7 +277,8 @@ class Records:
             "detail": detail.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}"),
             "worker": worker,
         }
-        conn.execute(_NOTE, entry)
+        refused = Retryable(f"the history of job {job.job_id} could not be written")
+        self._db.change(conn, _NOTE, entry, refused)
 
     def _add(self, conn: Connection, job: JobRow, **deltas: int) -> JobRow:
         """Add to the counters of a locked job."""
@@ -303,11 +304,13 @@ class Records:
             "b_state": task.state,
             "b_epoch": task.epoch,
         }
-        if conn.execute(_task_update(tuple(sorted(changes))), {**changes, **keys}).rowcount != 1:
-            raise Fenced(f"task {task.idx} of job {task.job_id} was taken by a newer attempt")
+        refused = Fenced(f"task {task.idx} of job {task.job_id} was taken by a newer attempt")
+        self._db.change(conn, _task_update(tuple(sorted(changes))), {**changes, **keys}, refused)
 
 
-_NOTE: Final = insert(history)
+_NOTE: Final = insert(history).values(
+    {name: bindparam(name) for name in ("job_id", "at", "event", "state", "generation", "detail", "worker")}
+)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, tuple_, update
 
-from lockstep.errors import Corrupt, ErrorInfo, Fenced, NoSuchJob
+from lockstep.errors import Corrupt, ErrorInfo, Fenced, Retryable
 from lockstep.job import (
     Event,
     Fingerprint,
@@ -30,6 +30,7 @@ from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import (
     IS_COMMITTING,
     IS_LEASED,
+    TASK,
     JobRow,
     Records,
     as_fingerprint,
@@ -57,7 +58,7 @@ _CHUNKS_AFTER: Final = (
     .limit(_CHUNKS_PER_QUERY)
 )
 
-_ADD_CHUNKS: Final = insert(chunks)
+_ADD_CHUNK: Final = insert(chunks).values({column.name: bindparam(column.name) for column in chunks.columns})
 _COMMITS_OF_WORKER: Final = select(jobs.c.job_id).where(
     IS_COMMITTING, jobs.c.commit_owner == bindparam("worker"), jobs.c.commit_free_at > bindparam("now")
 )
@@ -105,19 +106,19 @@ class TaskVerbs(Records):
     @verb
     def begin(self, lease: Lease, lease_s: float) -> Begun:
         with self._db.write() as conn:
-            job = self._job_of(conn, lease)
+            job, found = self._job_and_task(conn, lease)
             _refuse_ended(job)
             now = self._db.now(conn)
             if job.state not in (State.PENDING, State.RUNNING):
                 raise Fenced(f"job {job.job_id} is {job.state}: no attempt may begin")
-            task = self._task_row(conn, lease.job_id, lease.stage, lease.index)
             if (
-                task is None
-                or task.state != TaskState.LEASED
-                or task.owner != lease.worker
-                or task.epoch < lease.epoch
+                found is None
+                or found.state != TaskState.LEASED
+                or found.owner != lease.worker
+                or found.epoch < lease.epoch
             ):
-                raise _fenced(lease, task)
+                raise _fenced(lease, found)
+            task = found
             self._set_task(
                 conn,
                 task,
@@ -143,10 +144,10 @@ class TaskVerbs(Records):
     ) -> Verdict:
         batch = _Batch.of(position, staged)
         with self._db.write() as conn:
-            job = self._job_of(conn, lease)
+            job, found = self._job_and_task(conn, lease)
             _refuse_ended(job)
             now = self._db.now(conn)
-            task = self._held(conn, lease)
+            task = _held(found, lease)
             if job.state != State.PAUSED:
                 job = self._run(conn, job, lease.worker)
             changes, counters = self._store(conn, job, task, batch, progress)
@@ -160,8 +161,7 @@ class TaskVerbs(Records):
     ) -> None:
         batch = _Batch.of(position, staged)
         with self._db.write() as conn:
-            job = self._job_of(conn, lease)
-            found = self._task_row(conn, lease.job_id, lease.stage, lease.index)
+            job, found = self._job_and_task(conn, lease)
             if _finished_so(found, lease, batch):
                 return
             _refuse_ended(job)
@@ -177,9 +177,8 @@ class TaskVerbs(Records):
     @verb
     def fail(self, lease: Lease, error: ErrorInfo, retry_in_s: float | None) -> None:
         with self._db.write() as conn:
-            job = self._job_of(conn, lease)
+            job, found = self._job_and_task(conn, lease)
             now = self._db.now(conn)
-            found = self._task_row(conn, lease.job_id, lease.stage, lease.index)
             if _failed_so(found, lease, error):
                 return
             _refuse_ended(job)
@@ -209,9 +208,9 @@ class TaskVerbs(Records):
     def release(self, lease: Lease, *, unspent: bool = False) -> None:
         with self._db.write() as conn:
             try:
-                job = self._lock(conn, lease.job_id)
-                task = self._held(conn, lease)
-            except (Fenced, NoSuchJob):
+                job, found = self._job_and_task(conn, lease)
+                task = _held(found, lease)
+            except Fenced:
                 return
             refund = 1 if unspent and task.attempts else 0
             self._set_task(
@@ -302,12 +301,13 @@ class TaskVerbs(Records):
 
     # Shared steps
 
-    def _job_of(self, conn: Connection, lease: Lease) -> JobRow:
-        """The locked job of a lease. Raises: Fenced if it is gone."""
-        try:
-            return self._lock(conn, lease.job_id)
-        except NoSuchJob as error:
-            raise Fenced(f"job {lease.job_id} is no longer in the store") from error
+    def _job_and_task(self, conn: Connection, lease: Lease) -> tuple[JobRow, Row[Any] | None]:
+        """The locked job of a lease, and its task. Raises: Fenced if the job is gone."""
+        about = {"job_id": lease.job_id, "stage": lease.stage, "idx": lease.index}
+        job, task = self._db.lock(conn, self._locking, TASK, about)
+        if job is None:
+            raise Fenced(f"job {lease.job_id} is no longer in the store")
+        return self._timed(conn, JobRow(**job)), task
 
     def _held(self, conn: Connection, lease: Lease) -> Row[Any]:
         """The task of a lease that is still the newest. Raises: Fenced if it is not."""
@@ -329,12 +329,10 @@ class TaskVerbs(Records):
                     f"task {task.idx} of job {task.job_id}: a later checkpoint than this one, "
                     f"of {progress.rows} rows, is recorded"
                 )
-        if batch.packed:
-            keys = {"job_id": task.job_id, "stage": task.stage, "idx": task.idx}
-            conn.execute(
-                _ADD_CHUNKS,
-                [{**keys, "seq": task.chunks + i, "files": packed} for i, packed in enumerate(batch.packed)],
-            )
+        keys = {"job_id": task.job_id, "stage": task.stage, "idx": task.idx}
+        for seq, packed in enumerate(batch.packed, task.chunks):
+            refused = Retryable(f"the manifest of job {task.job_id} could not be written")
+            self._db.change(conn, _ADD_CHUNK, {**keys, "seq": seq, "files": packed}, refused)
         changes = {
             "position": batch.position,
             "rows_done": progress.rows,
