@@ -26,7 +26,7 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from lockstep.errors import Invalid, LockstepError, Retryable
 from lockstep.store.sql_database import TIME, Database, Undone
@@ -119,14 +119,16 @@ class PostgresqlDatabase(Database):
     @contextmanager
     def write(self) -> Iterator[Connection]:
         with self._told(), self._engine.connect() as connection:
-            connection.info.pop(TIME, None)
-            connection.info[_CHANGES] = []
+            # Taken hold of now: a connection that was lost does not hand it out any more.
+            info = connection.info
+            info.pop(TIME, None)
+            info[_CHANGES] = []
             transaction = connection.begin()
             try:
                 yield connection
                 self._send(connection)
             except BaseException:
-                connection.info[_CHANGES] = []
+                info[_CHANGES] = []
                 transaction.rollback()
                 raise
             try:
@@ -258,6 +260,12 @@ def _engine(url: URL) -> Engine:
             max_overflow=_CONNECTIONS_MORE,
             pool_timeout=STATEMENT_TIMEOUT_S,
         )
+    except ArgumentError:
+        # Not chained: the cause quotes what it was given.
+        raise Invalid(
+            "the address of the job store is not one that PostgreSQL's driver takes",
+            hint='for example "postgresql://lockstep:${PASSWORD}@host:5432/lockstep"',
+        ) from None
     except ModuleNotFoundError as error:
         raise Invalid(
             f"the driver for PostgreSQL is not installed ({error.name})",

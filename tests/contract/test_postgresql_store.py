@@ -1,0 +1,498 @@
+"""What the store on PostgreSQL promises beyond the contract: clock, locks, lost servers and lost replies."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+
+from lockstep.errors import Incompatible, Invalid, LockstepError, Retryable
+from lockstep.job import Event, Progress, State
+from lockstep.store import JobStore, open_store, sql_schema
+from lockstep.store.sql import SqlStore
+from tests.servers import PASSWORD, Postgresql
+from tests.store_lab import (
+    LEASE_S,
+    MovedClock,
+    begin_task,
+    check_always_true,
+    job_in,
+    new_job,
+    run_task,
+    staged,
+    take_commit,
+)
+
+pytestmark = pytest.mark.servers
+
+_numbers = count(1)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A schema of the test's own, under the clock that the server has.
+
+    Not a database: those have hundreds of files, and a server that died syncs every one of them.
+    """
+
+    server: Postgresql
+    schema: str
+
+    def url(self, **options: str) -> str:
+        return self.server.url("postgres", search_path=self.schema, **options)
+
+    def run(self, sql: str) -> list[tuple[object, ...]]:
+        return self.server.run(sql.replace("lockstep_", f"{self.schema}.lockstep_"))
+
+
+@pytest.fixture
+def own(postgresql: Postgresql) -> Own:
+    name = f"own{next(_numbers)}"
+    postgresql.run(f"CREATE SCHEMA {name}")
+    return Own(postgresql, name)
+
+
+@pytest.fixture
+def url(own: Own) -> str:
+    return own.url()
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[JobStore]:
+    opened = open_store(url)
+    yield opened
+    check_always_true(opened)
+    opened.close()
+
+
+def wait_until(happened: Callable[[], bool], within_s: float = 20.0) -> float:
+    """How long it took."""
+    start = time.monotonic()
+    while not happened():
+        assert time.monotonic() - start < within_s
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+# Opening
+
+
+def test_many_open_a_new_database_at_the_same_instant(url: str) -> None:
+    errors: list[LockstepError] = []
+    barrier = threading.Barrier(5)
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            opened = open_store(url)
+            opened.create([new_job(f"job{number}")])
+            opened.close()
+        except LockstepError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    opened = open_store(url)
+    assert len(opened.list()) == 5
+    opened.close()
+
+
+def test_a_store_that_a_newer_version_wrote_is_refused_and_left_as_it_is(
+    store: JobStore, own: Own, url: str
+) -> None:
+    own.run("UPDATE lockstep_version SET version_num = '0099'")
+    with pytest.raises(Incompatible, match="0099") as refused:
+        open_store(url)
+    assert PASSWORD not in refused.value.message
+    assert own.run("SELECT version_num FROM lockstep_version") == [("0099",)]
+    own.run(f"UPDATE lockstep_version SET version_num = '{sql_schema.HEAD}'")
+
+
+def test_the_migrations_make_the_schema_that_the_code_uses(store: JobStore, url: str) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        differences = compare_metadata(context, sql_schema.metadata)
+    engine.dispose()
+    assert [found for found in differences if "version_num" not in str(found)] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ((":s3cret", ":wrong"), Invalid),
+        ((r"/postgres\?", "/nothing?"), Invalid),
+        (("//lockstep:", "//nobody:"), Invalid),
+        ((r":\d+/", ":1/"), Retryable),
+    ],
+    ids=["password", "database", "user", "server"],
+)
+def test_a_store_that_cannot_be_opened_says_why_and_not_the_password(
+    url: str, change: tuple[str, str], expected: type[LockstepError]
+) -> None:
+    with pytest.raises(expected) as refused:
+        open_store(re.sub(*change, url))
+    said = f"{refused.value} {refused.value.hint}"
+    assert "***" in said
+    assert "postgresql://" in said
+    assert "s3cret" not in said
+    assert "word" not in said.replace("password", "")
+    assert refused.value.hint
+
+
+def test_a_password_among_the_options_is_not_printed_either(postgresql: Postgresql, url: str) -> None:
+    bare = f"postgresql://lockstep@127.0.0.1:{postgresql.port}/nothing?password=hush"
+    with pytest.raises(Invalid) as refused:
+        open_store(bare)
+    assert "hush" not in f"{refused.value} {refused.value.hint}"
+
+
+def test_an_answered_verb_survives_a_power_cut(store: SqlStore) -> None:
+    with store._db.write() as connection:
+        assert connection.exec_driver_sql("SHOW fsync").scalar() == "on"
+        assert connection.exec_driver_sql("SHOW synchronous_commit").scalar() == "on"
+
+
+# The clock
+
+
+def test_leases_are_judged_by_the_clock_of_the_database_whatever_a_client_believes(
+    store: JobStore, url: str
+) -> None:
+    store.create([new_job("job1")])
+    behind, ahead = (SqlStore(url, MovedClock(at)) for at in (0.0, 4e9))
+    [claim] = behind.claim("behind", 1, LEASE_S)
+    assert abs((claim.task.lease_until or 0) - LEASE_S - time.time()) < 10
+    assert ahead.claim("ahead", 1, LEASE_S) == []
+    assert ahead.expire(0.0) == []
+    assert behind.begin(claim.lease, 0.2).lease.epoch == 2
+    assert ahead.claim("ahead", 1, LEASE_S) == []
+    time.sleep(0.25)
+    assert len(ahead.claim("ahead", 1, LEASE_S)) == 1
+    behind.close()
+    ahead.close()
+
+
+# Locks
+
+
+def test_a_job_that_a_client_sits_on_does_not_hold_up_the_claims_of_others(store: JobStore, url: str) -> None:
+    store.create([new_job("stuck", 2), new_job("free", 2), new_job("commit", 0)])
+    with psycopg.connect(url) as sitting:
+        sitting.execute("SELECT 1 FROM lockstep_jobs WHERE job_id = 'stuck' FOR UPDATE")
+        start = time.monotonic()
+        assert [claim.lease.job_id for claim in store.claim("w1", 2, LEASE_S)] == ["free", "free"]
+        assert store.read("stuck").state is State.PENDING
+        assert store.claim_commit("w1", LEASE_S) is not None
+        assert time.monotonic() - start < 5
+    assert [claim.lease.job_id for claim in store.claim("w1", 2, LEASE_S)] == ["stuck", "stuck"]
+
+
+def test_a_claim_waits_for_a_job_that_is_changed_at_this_instant_rather_than_find_nothing(
+    store: JobStore, url: str
+) -> None:
+    store.create([new_job("job1", 2)])
+    with psycopg.connect(url) as busy:
+        busy.execute("SELECT 1 FROM lockstep_jobs FOR UPDATE")
+        release = threading.Timer(0.3, busy.commit)
+        release.start()
+        assert len(store.claim("w1", 2, LEASE_S)) == 2
+        release.join()
+
+
+def test_a_job_that_stays_locked_is_retryable(store: JobStore, own: Own, url: str) -> None:
+    store.create([new_job("job1")])
+    impatient = open_store(own.url(lock_timeout="100ms"))
+    with psycopg.connect(url) as sitting:
+        sitting.execute("SELECT 1 FROM lockstep_jobs FOR UPDATE")
+        with pytest.raises(Retryable, match="locked"):
+            impatient.pause("job1")
+    assert impatient.pause("job1").state is State.PAUSED
+    impatient.close()
+
+
+HOLD = """
+import sys, threading
+from lockstep.store.sql import SqlStore
+store = SqlStore(sys.argv[1])
+with store._db.write() as connection:
+    store._lock(connection, "job1")
+    print("locked", flush=True)
+    threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_client_that_dies_or_stops_with_a_lock_does_not_block_the_others_for_long(
+    store: JobStore, own: Own, how: signal.Signals
+) -> None:
+    store.create([new_job("job1")])
+    hurried = own.url(idle_in_transaction_session_timeout="500ms")
+    child = subprocess.Popen([sys.executable, "-c", HOLD, hurried], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "locked\n"
+        os.kill(child.pid, how)
+        start = time.monotonic()
+        assert store.pause("job1").state is State.PAUSED
+        assert time.monotonic() - start < 5
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_deadlock_is_resolved_inside_the_verb(store: JobStore, own: Own, url: str) -> None:
+    store.create([new_job("a"), new_job("b")])
+    leases = [store.begin(claim.lease, LEASE_S).lease for claim in store.claim("w1", 2, LEASE_S)]
+    # Whose patience ends first looks for deadlocks, and is the one that gives way.
+    watchful = open_store(own.url(deadlock_timeout="100ms"))
+    with psycopg.connect(own.url(deadlock_timeout="1min")) as other:
+        other.execute("SELECT 1 FROM lockstep_jobs WHERE job_id = 'b' FOR UPDATE")
+        answers: list[Any] = []
+        beat = threading.Thread(
+            target=lambda: answers.append(
+                watchful.heartbeat({lease: Progress(1, 1) for lease in leases}, LEASE_S)
+            )
+        )
+        beat.start()
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        wait_until(lambda: own.run(waiting) == [(1,)])
+        other.execute("SELECT 1 FROM lockstep_jobs WHERE job_id = 'a' FOR UPDATE")
+        other.commit()
+        beat.join()
+    assert [*answers[0].values()] == ["go_on", "go_on"]
+    watchful.close()
+
+
+# Lost servers and lost replies
+
+
+def test_a_restarted_server_costs_no_verb_and_a_stopped_one_is_retryable(
+    store: JobStore, postgresql: Postgresql
+) -> None:
+    store.create([new_job("job1", 2)])
+    lease = begin_task(store, "job1").lease
+    postgresql.restart()
+    assert store.read("job1").state is State.RUNNING
+    postgresql.stop()
+    try:
+        for verb in (
+            lambda: store.read("job1"),
+            lambda: store.claim("w1", 1, LEASE_S),
+            lambda: store.checkpoint(lease, {"row": 5}, [staged("a")], Progress(5, 10), LEASE_S),
+            lambda: list(store.manifest("job1", "write")),
+        ):
+            with pytest.raises(Retryable) as refused:
+                verb()
+            assert PASSWORD not in str(refused.value)
+    finally:
+        postgresql.start()
+    store.finish(lease, {"row": 5}, [staged("a")], Progress(5, 10))
+    run_task(store, "job1")
+    assert store.read("job1").state is State.COMMITTING
+
+
+def insist(verb: Callable[..., Any], *about: Any) -> Any:
+    """Send a verb until it is answered, as workers do."""
+    for _ in range(2000):
+        try:
+            return verb(*about)
+        except Retryable:
+            time.sleep(0.01)
+    raise AssertionError("no answer")
+
+
+def test_nothing_is_lost_or_done_twice_while_the_server_dies_again_and_again(
+    store: JobStore, postgresql: Postgresql, url: str
+) -> None:
+    store.create([new_job("job1", 60)])
+    done = threading.Event()
+    answered: list[str] = []
+    errors: list[BaseException] = []
+
+    def work(name: str) -> None:
+        mine = open_store(url)
+        try:
+            while not done.is_set():
+                # A claim whose reply was lost is a lease that runs out.
+                for claim in insist(mine.claim, name, 3, 1.0):
+                    begun = insist(mine.begin, claim.lease, 5.0)
+                    file = staged(f"{claim.lease.index}-{begun.lease.epoch}")
+                    insist(mine.finish, begun.lease, {}, [file], Progress(1, 1))
+                    answered.append(file.path)
+                if insist(mine.read, "job1").state is State.COMMITTING:
+                    return
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            mine.close()
+
+    def reached(goal: int) -> bool:
+        return len(answered) >= goal or bool(errors)
+
+    workers = [threading.Thread(target=work, args=(f"w{number}",)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        for goal in (8, 20, 35):
+            wait_until(partial(reached, goal), 60)
+            postgresql.restart()
+        for worker in workers:
+            worker.join(60)
+    finally:
+        done.set()
+    assert [error for error in errors if "was taken by a newer" not in str(error)] == []
+    job = store.read("job1")
+    assert (job.state, job.tasks_done, job.files) == (State.COMMITTING, 60, 60)
+    assert {*answered} <= {file.path for file in store.manifest("job1", "write")}
+
+
+class Cutter:
+    """Between a client and the server; when armed, it drops both at the next COMMIT.
+
+    `landed` says whether the server still gets to see it: either way the client has no reply.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._door.getsockname()[1]
+        self.landed: bool | None = None
+        self.cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._door.accept()
+                threading.Thread(target=self._carry, args=(client,), daemon=True).start()
+
+    def _carry(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._server_port)) as server, suppress(OSError):
+            while True:
+                for ready in select.select([client, server], [], [])[0]:
+                    data = ready.recv(65536)
+                    if not data:
+                        return
+                    if ready is client and b"COMMIT\0" in data and self.landed is not None:
+                        if self.landed:
+                            server.sendall(data)
+                            server.recv(65536)
+                        self.landed = None
+                        self.cuts += 1
+                        return
+                    (server if ready is client else client).sendall(data)
+
+    def close(self) -> None:
+        self._door.close()
+
+
+@pytest.mark.parametrize("landed", [True, False], ids=["landed", "not landed"])
+def test_a_verb_whose_reply_was_lost_answers_the_same_when_it_is_sent_again(
+    store: JobStore, postgresql: Postgresql, url: str, landed: bool
+) -> None:
+    cutter = Cutter(postgresql.port)
+    client = open_store(url.replace(f":{postgresql.port}/", f":{cutter.port}/"))
+
+    def cut_then_again(verb: Callable[[], Any]) -> Any:
+        cutter.landed = landed
+        before = cutter.cuts
+        with pytest.raises(Retryable, match="lost before it answered") as lost:
+            verb()
+        assert cutter.cuts == before + 1
+        assert PASSWORD not in str(lost.value)
+        return verb()
+
+    try:
+        [job] = cut_then_again(lambda: client.create([new_job("job1", 2)]))
+        assert job.tasks_total == 2
+        lease = begin_task(client, "job1").lease
+        again = cut_then_again(lambda: client.begin(lease, LEASE_S)).lease
+        assert again.epoch == lease.epoch + (2 if landed else 1)
+        files = [staged("a"), staged("b")]
+        cut_then_again(lambda: client.checkpoint(again, {"row": 1}, files[:1], Progress(1, 1), LEASE_S))
+        cut_then_again(lambda: client.heartbeat({again: Progress(2, 2)}, LEASE_S))
+        cut_then_again(lambda: client.finish(again, {"row": 3}, files[1:], Progress(3, 3)))
+        other = begin_task(client, "job1").lease
+        cut_then_again(lambda: client.release(other))
+        assert cut_then_again(lambda: client.pause("job1")).state is State.PAUSED
+        assert cut_then_again(lambda: client.resume("job1")).state is State.PENDING
+        run_task(client, "job1")
+        commit = take_commit(client, "job1").lease
+        cut_then_again(lambda: client.renew_commit(commit, LEASE_S))
+        ended = cut_then_again(lambda: client.end(commit, Event.COMMITTED, snapshot_id=7))
+        assert (ended.state, ended.snapshot_id, ended.files) == (State.COMPLETED, 7, 3)
+        cut_then_again(lambda: client.released("job1"))
+        job_in(client, State.FAILED, "job2")
+        assert cut_then_again(lambda: client.retry("job2")).generation == 2
+        assert cut_then_again(lambda: client.stop("job2", Event.KILL)).state is State.KILLED
+    finally:
+        client.close()
+        cutter.close()
+    assert [file.path for file in store.manifest("job1", "write")][:2] == [file.path for file in files]
+
+
+# Text
+
+
+def test_what_postgresql_cannot_hold_is_refused_or_replaced(store: JobStore) -> None:
+    with pytest.raises(Invalid):
+        store.create([new_job("job1"), new_job("job2", scope="a\0b")])
+    with pytest.raises(Invalid):
+        store.create([new_job("job1"), new_job("job2", scope="\udcff")])
+    assert store.list() == []
+    store.create([new_job("job1", partition="a\0b\udcff")])
+    assert store.read("job1").plan.partition == "a\0b\udcff"
+    from lockstep.errors import ErrorInfo
+
+    error = ErrorInfo("Retryable", "bad byte \0 \udcff")
+    store.fail(begin_task(store, "job1").lease, error, 1.0)
+    assert store.tasks("job1")[0].error == error
+    assert "bad byte \N{REPLACEMENT CHARACTER}" in store.history("job1")[-1].detail
+
+
+# The server of the tests
+
+
+def test_the_server_of_a_test_run_that_was_killed_is_gone() -> None:
+    code = (
+        "import sys, threading; from tests.servers import Postgresql; server = Postgresql(); "
+        "print(server.folder, flush=True); threading.Event().wait(60)"
+    )
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert child.stdout is not None
+    folder = Path(child.stdout.readline().strip())
+    postmaster = int((folder / "data/postmaster.pid").read_text().split()[0])
+    child.kill()
+    child.communicate()
+    wait_until(lambda: not folder.exists() and not Path(f"/proc/{postmaster}").exists())
