@@ -3,7 +3,7 @@
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-setup: ## .venv, Java, the Iceberg JVM runtime; silent when there is nothing to do
+setup: ## .venv, Java, PostgreSQL, the Iceberg JVM runtime; silent when there is nothing to do
 	@scripts/setup.sh
 
 check: setup ## formatting, lint, types, layers
@@ -21,11 +21,13 @@ test-quick: setup ## tests that start neither Spark nor a server, under 2 minute
 demo: setup ## the main job end to end, with a crash in the middle
 	@.venv/bin/lockstep demo
 
-bench: setup ## throughput beside the peers
+bench: setup ## throughput beside the peers, and what the stores cost per task
 	@.venv/bin/python bench/run.py
+	@.venv/bin/python bench/store.py
 
 bench-quick: setup ## the same on little data
 	@.venv/bin/python bench/run.py --quick
+	@.venv/bin/python bench/store.py --quick
 
 lock: ## write the pinned requirement files anew; OPTIONS=--upgrade raises the versions
 	@scripts/lock.sh $(OPTIONS)

@@ -4,8 +4,8 @@
     python bench/store.py --full   100,000 too
     python bench/store.py --quick  1,000 only
 
-One client, one task after the other, all of them durable. Each task stages two files. The last column sets the
-figure beside that of the smallest job: 1.0 means that the cost of a job grows linearly with its tasks.
+One client, one task after the other, all of them durable. Each task stages two files. The last column sets
+the figure beside that of the smallest job: 1.0 means that the cost of a job grows linearly with its tasks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def stores(folder: Path) -> Iterator[dict[str, JobStore]]:
 
 
 def table(costs: list[Cost]) -> Iterator[str]:
-    yield f"{'store':<12}{'tasks':>9}" + "".join(f"{verb:>12}" for verb in VERBS) + f"{'ms per task':>13}{'growth':>8}"
+    verbs = "".join(f"{verb:>12}" for verb in VERBS)
+    yield f"{'store':<12}{'tasks':>9}{verbs}{'ms per task':>13}{'growth':>8}"
     first: dict[str, float] = {}
     for cost in costs:
         base = first.setdefault(cost.store, cost.total_ms)

@@ -13,4 +13,4 @@ compile() { # OUTPUT INPUT... [OPTION...]
 }
 compile uv.txt requirements/uv.in "$@"
 compile runtime.txt pyproject.toml --constraint requirements/constraints.txt "$@"
-compile dev.txt pyproject.toml requirements/dev.in --constraint requirements/runtime.txt "$@"
+compile dev.txt pyproject.toml requirements/dev.in --all-extras --constraint requirements/runtime.txt "$@"

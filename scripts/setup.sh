@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that the project needs: .venv, and Java, uv and the Iceberg JVM runtime outside the tree.
+# Everything that the project needs: .venv, and Java, PostgreSQL, uv and the Iceberg JVM runtime outside the tree.
 # Does nothing, silently, when all of it is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,6 +10,7 @@ STAMP=.venv/.lockstep-setup
 main() {
     local wanted
     ensure_java
+    ensure_postgresql
     wanted=$(fingerprint)
     if [[ $(cat "$STAMP" 2>/dev/null) == "$wanted" ]] && .venv/bin/python -c '' 2>/dev/null && jars_present; then
         return
@@ -61,6 +62,20 @@ ensure_java() {
     [[ -z $version ]] || found="the one in ${JAVA_HOME:-the PATH} is version $version"
     die "Spark needs Java 17 or newer, and $found." \
         "Install one (Debian: apt-get install openjdk-17-jre-headless) or point JAVA_HOME to it."
+}
+
+# Tests start servers of their own; the one that the Debian package would run is not wanted.
+ensure_postgresql() {
+    if command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null; then
+        return
+    fi
+    can_apt || die "the tests need a PostgreSQL server. Install it (Debian: apt-get install postgresql)."
+    apt_install postgresql-common || die "PostgreSQL could not be installed. The message of apt-get is above."
+    local settings=/etc/postgresql-common/createcluster.conf
+    if ! grep -qs '^create_main_cluster' "$settings"; then
+        echo 'create_main_cluster = false' >>"$settings"
+    fi
+    apt_install postgresql || die "PostgreSQL could not be installed. The message of apt-get is above."
 }
 
 jar_path() { # COORDINATES

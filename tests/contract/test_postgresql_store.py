@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -18,6 +19,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psycopg
 import pytest
@@ -175,6 +177,35 @@ def test_an_answered_verb_survives_a_power_cut(store: SqlStore) -> None:
     with store._db.write() as connection:
         assert connection.exec_driver_sql("SHOW fsync").scalar() == "on"
         assert connection.exec_driver_sql("SHOW synchronous_commit").scalar() == "on"
+
+
+CLI = "import sys; from lockstep.cli.main import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("command", ["jobs", "doctor"])
+def test_the_command_line_takes_the_password_from_the_environment_and_never_prints_it(
+    store: JobStore, own: Own, tmp_path: Path, command: str
+) -> None:
+    store.create([new_job("job1")])
+    address = own.url().replace(quote(PASSWORD, safe=""), "${STORE_PASSWORD}")
+    (tmp_path / "lockstep.toml").write_text(f'[store]\nurl = "{address}"\n')
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", CLI, command, "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "STORE_PASSWORD": PASSWORD, "PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "s3cret" not in run.stdout + run.stderr
+    answer = json.loads(run.stdout)
+    if command == "jobs":
+        assert [job["job_id"] for job in answer] == ["job1"]
+    else:
+        [found] = [check for check in answer["checks"] if check["name"] == "store"]
+        assert found["verdict"] == "ok"
+        assert "1 jobs" in found["detail"]
 
 
 # The clock

@@ -76,6 +76,33 @@ def test_an_unknown_kind_of_store_is_refused_with_the_known_ones() -> None:
     assert "sqlite:///" in (refused.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hush@host",
+        "postgresql+asyncpg://me:hush@host/db",
+        "postgresql://me:hush@host:port/db",
+        "postgresql://me:hush@one,two/db?port=hush",
+        "sqlite+hush://me:hush@host/db",
+    ],
+)
+def test_an_address_that_is_not_taken_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        open_store(url)
+    assert "hush" not in f"{refused.value} {refused.value.hint}".replace("sqlite+hush", "")
+    assert refused.value.__cause__ is None
+    assert refused.value.hint
+
+
+def test_a_missing_driver_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "psycopg"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(Invalid, match="driver for PostgreSQL") as refused:
+        open_store("postgresql://me:hush@host/db")
+    assert "lockstep[postgresql]" in (refused.value.hint or "")
+
+
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:", "sqlite+aiosqlite:///x.db"])
 def test_a_store_without_a_file_is_refused(url: str) -> None:
     with pytest.raises(Invalid):
