@@ -319,6 +319,22 @@ def test_a_deadlock_is_resolved_inside_the_verb(store: JobStore, own: Own, url: 
     watchful.close()
 
 
+def test_a_task_is_found_by_its_key_although_the_server_knows_nothing_of_the_table_yet(
+    store: JobStore, own: Own
+) -> None:
+    """Without statistics, an index that holds all tasks of a job would look as good as the key."""
+    store.create([new_job("job1", 5_000)])
+    one = "job_id = 'job1' AND stage = 'write' AND idx = 7"
+    plan = own.run(
+        f"EXPLAIN UPDATE lockstep_tasks SET epoch = 1 WHERE {one} AND state = 'waiting' AND epoch = 0"
+    )
+    assert "lockstep_tasks_pkey" in str(plan)
+    free = "job_id = 'job1' AND stage = 'write' AND free_at <= 1 ORDER BY free_at, idx LIMIT 4"
+    plan = own.run(f"EXPLAIN SELECT * FROM lockstep_tasks WHERE {free}")
+    assert "lockstep_tasks_open" in str(plan)
+    assert "Sort" not in str(plan)
+
+
 # Lost servers and lost replies
 
 

@@ -19,7 +19,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD: Final = "0001"
+HEAD: Final = "0002"
 """The revision of the schema that this code reads and writes. A later one is a larger number."""
 
 metadata: Final = MetaData()
@@ -119,7 +119,15 @@ tasks: Final = Table(
     Column("chunks", BigInteger, nullable=False),
     Column("error", Text),
     PrimaryKeyConstraint("job_id", "stage", "idx"),
-    Index("lockstep_tasks_free", "job_id", "stage", "free_at", "idx"),
+    Index(
+        "lockstep_tasks_open",
+        "job_id",
+        "stage",
+        "free_at",
+        "idx",
+        sqlite_where=text("free_at IS NOT NULL"),
+        postgresql_where=text("free_at IS NOT NULL"),
+    ),
     Index(
         "lockstep_tasks_leased",
         "job_id",
