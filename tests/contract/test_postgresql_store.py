@@ -296,6 +296,16 @@ def test_a_client_that_dies_or_stops_with_a_lock_does_not_block_the_others_for_l
         child.communicate()
 
 
+def test_no_session_waits_or_sits_on_a_lock_for_ever(store: SqlStore) -> None:
+    with store._db.write() as connection:
+        for setting, value in {
+            "statement_timeout": "30s",
+            "lock_timeout": "15s",
+            "idle_in_transaction_session_timeout": "10s",
+        }.items():
+            assert connection.exec_driver_sql(f"SHOW {setting}").scalar() == value
+
+
 def test_a_deadlock_is_resolved_inside_the_verb(store: JobStore, own: Own, url: str) -> None:
     store.create([new_job("a"), new_job("b")])
     leases = [store.begin(claim.lease, LEASE_S).lease for claim in store.claim("w1", 2, LEASE_S)]

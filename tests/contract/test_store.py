@@ -63,9 +63,13 @@ def ids(found: list[Any]) -> list[str]:
 
 
 def at_once(count: int, action: Callable[[int], Any]) -> list[Any]:
-    """Run `action(0..count-1)` in threads that start together; answers are results or LockstepErrors."""
+    """Run `action(0..count-1)` in threads that start together; answers are results or refusals.
+
+    Raises: what else one of them raised.
+    """
     barrier = threading.Barrier(count)
     answers: list[Any] = [None] * count
+    faults: list[Exception] = []
 
     def run(number: int) -> None:
         barrier.wait()
@@ -73,12 +77,16 @@ def at_once(count: int, action: Callable[[int], Any]) -> list[Any]:
             answers[number] = action(number)
         except (Conflict, Fenced, Invalid) as error:
             answers[number] = error
+        except Exception as error:
+            faults.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    for fault in faults:
+        raise fault
     return answers
 
 
