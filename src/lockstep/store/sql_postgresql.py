@@ -165,8 +165,9 @@ class PostgresqlDatabase(Database):
                 self._text(locking), {"job_id": about["job_id"]}
             )
             read = driver.cursor(row_factory=namedtuple_row).execute(self._text(reading), about)
-            # Its columns are attributes, and nothing else of a row is used.
-            return locked.fetchone(), cast_type("Row[Any] | None", read.fetchone())
+        # Fetched after the block: inside it, each fetch would wait for the server once more. Of the second
+        # row only the columns are used, as attributes.
+        return locked.fetchone(), cast_type("Row[Any] | None", read.fetchone())
 
     def change(
         self, connection: Connection, statement: Executable, row: Mapping[str, Any], refused: LockstepError
