@@ -15,8 +15,9 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -71,10 +72,51 @@ class Config:
         """Where the embedded defaults, the kept secrets and the logs live. It may not exist yet."""
         return self.root / STATE_FOLDER
 
+    def check(self) -> None:
+        """Raises: Invalid if a catalog or a storage names a variable that is not set."""
+        for section in (self.catalogs, self.storage):
+            for name in section:
+                section[name]
 
-def load_config(path: Path | None = None) -> Config:
+
+class Sections(Mapping[str, Mapping[str, str]]):
+    """Catalogs or storages by name. One with a wrong value, such as a `${NAME}` that is not set, raises
+    Invalid when it is asked for."""
+
+    def __init__(self) -> None:
+        self._ready: dict[str, dict[str, str]] = {}
+        self._broken: dict[str, Invalid] = {}
+        self._names: dict[str, None] = {}
+
+    def read(self, name: str, values: Callable[[], dict[str, str]]) -> None:
+        """Take the values under `name`, in place of earlier ones, or remember why there are none."""
+        self._names[name] = None
+        self._ready.pop(name, None)
+        try:
+            self._ready[name] = values()
+        except Invalid as error:
+            self._broken[name] = error
+
+    def __getitem__(self, name: str) -> Mapping[str, str]:
+        if (error := self._broken.get(name)) is not None:
+            raise Invalid(error.message, hint=error.hint)  # a new one: each has a traceback of its own
+        return self._ready[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def load_config(path: Path | None = None, *, strict: bool = True) -> Config:
     """Read `path`, else the file that LOCKSTEP_CONFIG names, else lockstep.toml of the working folder.
 
+    With `strict` False a catalog or a storage whose `${NAME}` is not set raises when it is used, so that
+    commands that need none of them work.
     Raises: Invalid for a named file that is missing, for TOML that does not parse, for an unknown key
     (naming the nearest known one), for a value of the wrong kind, and for a `${NAME}` that is not set.
     """
@@ -83,7 +125,7 @@ def load_config(path: Path | None = None) -> Config:
     root = Path(os.path.abspath(found.parent if found else Path.cwd()))
     where = found.name if found else CONFIG_NAME
     _known("section", raw, _SECTIONS, where)
-    return Config(
+    config = Config(
         root=root,
         store_url=_store_url(_table(raw, "store", where), root, where),
         spark=_spark(_table(raw, "spark", where), where),
@@ -94,6 +136,9 @@ def load_config(path: Path | None = None) -> Config:
         clickhouse=_clickhouse(_table(raw, "clickhouse", where), where),
         path=found,
     )
+    if strict:
+        config.check()
+    return config
 
 
 def _find(path: Path | None) -> Path | None:
@@ -147,7 +192,10 @@ def _text(value: Any, key: str, where: str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return expand(value)
+        try:
+            return expand(value)
+        except Invalid as error:
+            raise Invalid(f"{where}: {key}: {error.message}", hint=error.hint) from error
     if isinstance(value, int | float):
         return str(value)
     raise Invalid(f"{where}: {key} must be text, a number or true/false")
@@ -189,15 +237,17 @@ def _spark(table: Mapping[str, Any], where: str) -> dict[str, str]:
     return {"master": "local[*]", **settings}
 
 
-def _catalogs(table: Mapping[str, Any], root: Path, where: str) -> dict[str, dict[str, str]]:
-    catalogs = {"lake": _default_catalog(root)}
+def _catalogs(table: Mapping[str, Any], root: Path, where: str) -> Sections:
+    catalogs = Sections()
+    catalogs.read("lake", lambda: _default_catalog(root))
     for name, properties in table.items():
         if not isinstance(properties, dict):
             raise Invalid(
                 f"{where}: catalogs.{name} must be a table of PyIceberg's catalog properties",
                 hint=f"write [catalogs.{name}] on a line of its own",
             )
-        catalogs[name] = _placed(_flat(properties, f"catalogs.{name}", where), root)
+        flat = partial(_flat, properties, f"catalogs.{name}", where)
+        catalogs.read(name, lambda flat=flat: _placed(flat(), root))  # type: ignore[misc]
     return catalogs
 
 
@@ -234,15 +284,15 @@ def absolute_sqlite(url: str, root: Path) -> str:
     return f"{scheme}:///{os.path.abspath(root / Path(file).expanduser())}{question}{options}"
 
 
-def _storage(table: Mapping[str, Any], where: str) -> dict[str, dict[str, str]]:
-    storage: dict[str, dict[str, str]] = {}
+def _storage(table: Mapping[str, Any], where: str) -> Sections:
+    storage = Sections()
     for prefix, options in table.items():
         if not _SCHEME.match(prefix) or not isinstance(options, dict):
             raise Invalid(
                 f'{where}: [storage."{prefix}"] does not name a storage address',
                 hint='for example [storage."s3://bucket"], with the options of obstore below it',
             )
-        storage[prefix] = _flat(options, f"storage.{prefix}", where)
+        storage.read(prefix, partial(_flat, options, f"storage.{prefix}", where))
     return storage
 
 

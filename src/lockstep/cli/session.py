@@ -24,7 +24,7 @@ from lockstep.cli.render import Grid, Line, Screen
 from lockstep.config import Config, load_config
 from lockstep.errors import Conflict, Invalid, LockstepError, NoSuchJob
 from lockstep.job import Job
-from lockstep.runtime import SYSTEM_CLOCK, Clock
+from lockstep.runtime import SYSTEM_CLOCK, Clock, armed_failpoints
 
 if TYPE_CHECKING:
     from lockstep.store import JobStore
@@ -50,7 +50,15 @@ class Session:
 
     @cached_property
     def config(self) -> Config:
-        return load_config(self.config_path)
+        """A catalog or a storage with an unset variable raises when it is used, not before."""
+        return load_config(self.config_path, strict=False)
+
+    def check_config(self) -> None:
+        """For commands that start work: what is not set now must not fail a job later.
+
+        Raises: Invalid for a variable that is not set, wherever it is named.
+        """
+        self.config.check()
 
     @cached_property
     def store(self) -> JobStore:
@@ -112,6 +120,7 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
     def run(*, json_output: bool, config_file: Path | None, debug: bool, **arguments: Any) -> int:
         if debug:
             os.environ[DEBUG_VARIABLE] = "1"
+        armed_failpoints()  # a drill with a wrong name would never happen, and nobody would know
         session = Session(config_file, json_output, json_stream() if json_output else sys.stdout)
         try:
             return function(session, **arguments)
