@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.config import redact
-from lockstep.job import Job, Json, State, Task
+from lockstep.job import Fingerprint, Job, Json, State, Task
 from lockstep.runtime import rfc3339
 
 
@@ -45,11 +45,19 @@ def job_document(job: Job, tasks: Sequence[Task] | None = None) -> Json:
         "tasks_waiting_for_retry": job.tasks_waiting_for_retry,
         "kill_requested": job.kill_requested,
         "error": job.error.to_json() if job.error else None,
-        "fingerprint": job.fingerprint.to_json() if job.fingerprint else None,
+        "fingerprint": _fingerprint(job),
     }
     if tasks is not None:
         document["tasks"] = [task_document(task) for task in tasks]
     return document
+
+
+def _fingerprint(job: Job) -> Json | None:
+    """None until something was read: an empty fingerprint would say that there are no rows."""
+    known = job.fingerprint
+    if known is None or (known == Fingerprint() and job.state is not State.COMPLETED):
+        return None
+    return known.to_json()
 
 
 def task_document(task: Task) -> Json:

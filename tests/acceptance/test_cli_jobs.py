@@ -74,9 +74,9 @@ class Shell:
         new = NewJob(new_id(), new_id(), plan, Holding(f"s|{partition}", True), [TaskSpec({}, 100)] * tasks)
         return self.store.create([new])[0]
 
-    def failed_job(self) -> Job:
+    def failed_job(self, cls: str = "Corrupt") -> Job:
         job = self.job()
-        return self.store.stop(job.job_id, Event.FAIL, ErrorInfo("Corrupt", "part p is damaged", "drop it"))
+        return self.store.stop(job.job_id, Event.FAIL, ErrorInfo(cls, "part p is damaged", "drop it"))
 
     def state(self, job: Job) -> State:
         return self.store.read(job.job_id).state
@@ -234,8 +234,67 @@ def test_watch_ends_with_the_exit_code_of_the_job(shell: Shell) -> None:
 
     assert done.returncode == 1
     assert "part p is damaged" in done.stdout
-    assert f"lockstep retry {failed.job_id}" in done.stdout
     assert shell.document("watch", killed.job_id, code=4)["state"] == "killed"
+
+
+@pytest.mark.parametrize(("cls", "offered"), [("Corrupt", False), ("Retryable", True), ("OSError", True)])
+def test_a_retry_is_offered_only_where_it_can_help(shell: Shell, cls: str, offered: bool) -> None:
+    job = shell.failed_job(cls)
+    for command in ("watch", "show"):
+        assert ("lockstep retry" in shell.run(command, job.job_id).stdout) == offered
+
+
+def test_a_failpoint_that_does_not_exist_is_refused_by_every_command(shell: Shell) -> None:
+    for command in (["jobs"], ["kill", "0"], ["doctor"]):
+        done = shell.run(*command, env={"LOCKSTEP_FAILPOINTS": "bogus=kill"})
+        assert done.returncode == 2
+        assert 'unknown failpoint "bogus"' in done.stderr
+
+
+def test_a_job_that_has_read_nothing_has_no_fingerprint(shell: Shell) -> None:
+    assert shell.document("show", shell.job().job_id)["fingerprint"] is None
+
+
+def test_a_worker_with_ended_jobs_only_says_that_there_is_nothing_to_work_on(shell: Shell) -> None:
+    shell.failed_job()
+    done = shell.run("worker", "--once")
+    assert done.returncode == 0
+    assert "no job to work on; working until none is left" in done.stderr
+
+
+def test_the_help_shows_no_type_for_a_flag(shell: Shell) -> None:
+    for command in ([], ["export"], ["jobs"]):
+        assert "bool" not in shell.ok(*command, "--help")
+
+
+def test_an_unset_variable_of_a_catalog_stops_only_who_needs_it(shell: Shell) -> None:
+    job = shell.job()
+    (shell.folder / "lockstep.toml").write_text('[catalogs.gone]\ntype = "rest"\nuri = "${NOT_SET}"\n')
+
+    doctor = shell.run("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(doctor.stdout)["checks"]}
+
+    assert job.job_id in shell.ok("jobs")
+    assert (
+        "catalogs.gone.uri: the environment variable NOT_SET is not set" in checks["catalog gone"]["detail"]
+    )
+    assert checks["catalog gone"]["verdict"] == "broken"
+    assert checks["catalog lake"]["verdict"] == "ok"
+    assert checks["failpoints"]["verdict"] == "ok"
+    assert doctor.returncode == 1
+    for working in (["worker", "--once"], ["export", "chdb:x/db/t", "iceberg://lake/a.b", "--all"]):
+        done = shell.run(*working)
+        assert done.returncode == 2
+        assert "NOT_SET" in done.stderr
+
+
+def test_doctor_goes_on_where_the_configuration_is_broken(shell: Shell) -> None:
+    (shell.folder / "lockstep.toml").write_text("[limits]\nleese_s = 3\n")
+    done = shell.run("doctor", "--json")
+    checks = {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 1
+    assert checks["config"] == "broken"
+    assert checks["python"] == "ok"
 
 
 def test_a_light_command_imports_nothing_heavy(shell: Shell) -> None:
@@ -391,6 +450,7 @@ def test_doctor_says_what_is_broken_and_what_to_do(shell: Shell) -> None:
     assert "install Java 17" in checks["java"]["todo"]
     assert checks["catalog gone"]["verdict"] == "broken"
     assert checks["catalog lake"]["verdict"] == "ok"
+    assert not any("lockstep doctor" in (check["todo"] or "") for check in checks.values())
 
 
 def test_doctor_creates_nothing(tmp_path: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from lockstep.cli.export import closing_grid, type_name, ways_on
+from lockstep.cli.jobs import closing, jobs_grid
 from lockstep.cli.page import job_page
 from lockstep.cli.progress import Pace, ProgressView
 from lockstep.cli.render import (
@@ -15,14 +19,16 @@ from lockstep.cli.render import (
     Span,
     duration,
     line,
+    middle_out,
     number,
     percent,
     plain_lines,
+    print_error,
     rate,
     safe,
     size,
 )
-from lockstep.errors import ErrorInfo
+from lockstep.errors import ErrorInfo, Invalid
 from lockstep.job import (
     Event,
     Fingerprint,
@@ -304,16 +310,185 @@ def test_progress_in_a_pipe_is_a_line_per_change_and_now_and_then() -> None:
     stream, clock = io.StringIO(), StillClock()
     with ProgressView(Screen(stream), clock) as view:
         view.update([job(State.PENDING, rows_done=0)])
-        for _ in range(6):
+        for _ in range(8):
             clock.sleep(1)
             view.update([job(rows_done=int(clock.time - NOW) * 100)])
         view.update([job(State.COMPLETED, rows_done=1000, finished_at=NOW)])
     assert stream.getvalue().splitlines() == [
         "202401: pending 0 %, 0 of 1,000 rows",
-        "202401: running 10 %, 100 of 1,000 rows, 100/s, 9 s left",
-        "202401: running 60 %, 600 of 1,000 rows, 100/s, 4 s left",
+        "202401: running 20 %, 200 of 1,000 rows, 100/s, 8 s left",
+        "202401: running 70 %, 700 of 1,000 rows, 100/s, 3 s left",
         "202401: completed 100 %, 1,000 of 1,000 rows in 50 s",
     ]
+
+
+def test_progress_in_a_pipe_says_nothing_twice() -> None:
+    stream, clock = io.StringIO(), StillClock()
+    with ProgressView(Screen(stream), clock, lambda _: "starting Spark …") as view:
+        for _ in range(300):
+            view.update([job(rows_done=0)])
+            clock.sleep(1)
+    assert stream.getvalue().splitlines() == ["starting Spark …", "202401: running 0 %, 0 of 1,000 rows"]
+
+
+def test_a_message_of_several_lines_is_printed_as_lines_and_hostile_names_stay_escaped() -> None:
+    stream = io.StringIO()
+    error = Invalid('2 columns do not fit\n  - "a\x1b[2J"\n  - "b\nerror: c"', hint="drop\nthem")
+    print_error(error, stream)
+    assert stream.getvalue().splitlines() == [
+        "error: 2 columns do not fit",
+        '  - "a\\x1b[2J"',
+        '  - "b',
+        '  error: c"',
+        "hint: drop",
+        "  them",
+    ]
+
+
+def test_show_and_the_closing_print_an_error_of_several_lines_as_lines() -> None:
+    failed = job(State.FAILED, error=ErrorInfo("Invalid", "it moved\n  - a is gone\n  - b is new", "look"))
+    text = page(failed, [], [])
+    assert "error       Invalid: it moved\n                - a is gone\n                - b is new\n" in text
+    assert [each.plain for each in closing(failed)] == [
+        "✘ job abc123 failed, nothing was published: it moved",
+        "  - a is gone",
+        "  - b is new",
+        "hint: look",
+    ]
+
+
+def test_an_error_that_would_come_again_is_not_answered_with_a_retry() -> None:
+    text = page(job(State.FAILED, error=ErrorInfo("Corrupt", "x", "export anew")), [], [])
+    assert "retry" not in text
+    assert "would end the same way" in text
+
+
+def test_labels_and_values_are_kept_apart() -> None:
+    assert "generation  2 (it was retried)" in page(job(generation=2), [], [])
+
+
+def test_the_tasks_of_an_ended_job_wait_for_nothing() -> None:
+    error = ErrorInfo("OSError", "disk\ngone")
+    tasks = [task(0, TaskState.WAITING), task(1, TaskState.FAILED, error=error)]
+
+    text = page(job(State.FAILED, error=error), tasks, [])
+
+    assert "waiting" not in text
+    assert "when a worker is free" not in text
+    assert "OSError: disk …" in text
+    assert "after a resume" in page(job(State.PAUSED), tasks[:1], [])
+
+
+def test_totals_count_what_was_published() -> None:
+    jobs = [job(State.COMPLETED, finished_at=NOW), job(State.KILLED, finished_at=NOW)]
+    assert plain_lines(closing_grid(jobs))[-1].split()[:3] == ["total", "published", "250"]
+    assert plain_lines(closing_grid(jobs[:1]))[-1].split()[:2] == ["total", "250"]
+
+
+def test_after_ctrl_c_every_open_job_is_named_with_what_helps_it() -> None:
+    jobs = [job(job_id="a"), job(State.PENDING, job_id="b"), job(State.PAUSED, job_id="c")]
+
+    said = [each.plain.strip() for each in ways_on(jobs)]
+
+    assert said[1:] == [
+        "lockstep worker --once",
+        "lockstep resume c (it is paused)",
+        "or give up: lockstep kill a b c",
+    ]
+    assert not any("worker --once" in each.plain for each in ways_on(jobs[2:]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("long", "long"),
+        ({"type": "list", "element-id": 2, "element": "long", "element-required": True}, "list<long>"),
+        (
+            {
+                "type": "map",
+                "key": "string",
+                "value": {"type": "struct", "fields": [{"id": 1, "name": "a", "type": "date"}]},
+            },
+            "map<string, struct<a: date>>",
+        ),
+    ],
+)
+def test_types_read_as_people_write_them(kind: object, text: str) -> None:
+    assert type_name(kind) == text
+
+
+LONG = "clickhouse://warehouse-production-1.internal.example/analytics/page_views_by_country"
+
+
+def many_jobs(*, one_table: bool) -> list[Job]:
+    return [
+        job(
+            state,
+            job_id=f"01a1de9b3bd1{index:012x}",
+            rows_done=1_000_000,
+            snapshot_id=8_234_567_890_123_456_789,
+            created_at=NOW - 13 * 60,
+            finished_at=NOW,
+            plan=replace(
+                job().plan,
+                partition=f"20240{index}",
+                source=LONG if one_table else f"{LONG}_{index}",
+                target=LONG.replace("clickhouse", "iceberg"),
+                rows=1_000_000,
+            ),
+        )
+        for index, state in enumerate(State)
+    ]
+
+
+def on_terminal(grid: Grid, width: int) -> list[str]:
+    stream = Terminal()
+    screen = Screen(stream)
+    screen.console = Console(file=stream, width=width, no_color=True, highlight=False, markup=False)
+    screen.print(grid)
+    return [re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip() for text in stream.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("one_table", [True, False])
+def test_jobs_fit_the_terminal_with_a_line_per_job(width: int, one_table: bool) -> None:
+    jobs = many_jobs(one_table=one_table)
+
+    shown = on_terminal(jobs_grid(jobs, NOW), width)
+
+    assert max(map(len, shown)) <= width
+    rows = [text for text in shown if "01a1de9b3bd1" in text]
+    for each, text in zip(jobs, rows, strict=True):
+        assert each.job_id in text
+        assert f" {each.plan.partition} " in text
+        assert each.state.value in text
+    assert "partition" in " ".join(shown)
+    assert not any(text.endswith("ag") for text in shown)
+    text = "\n".join(shown)
+    assert "by_country" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_closing_table_fits_the_terminal(width: int) -> None:
+    jobs = many_jobs(one_table=True)
+    jobs = [each for each in jobs if not each.state.live]
+    shown = on_terminal(closing_grid(jobs), width)
+    assert max(map(len, shown)) <= width
+    for each in jobs:
+        assert any(str(each.plan.partition) in text for text in shown)
+        assert any(each.job_id in text and str(each.snapshot_id) in text for text in shown)
+
+
+def test_a_terminal_that_is_too_narrow_for_anything_loses_nothing() -> None:
+    shown = "".join(on_terminal(jobs_grid(many_jobs(one_table=True), NOW), 30))
+    for each in many_jobs(one_table=True):
+        assert each.job_id in shown
+        assert each.state.value in shown
+
+
+def test_text_is_shortened_in_its_middle() -> None:
+    assert middle_out("iceberg://lake/db.events", 16) == "icebe…/db.events"
+    assert middle_out("short", 16) == "short"
 
 
 def test_progress_on_a_terminal_has_a_bar_per_job_and_a_total() -> None:

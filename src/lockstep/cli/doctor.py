@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from lockstep.cli.render import Span, line, size
+from lockstep.cli.render import Span, line, message_lines, size
 from lockstep.cli.session import Session, command
 from lockstep.config import Config, redact
 from lockstep.errors import LockstepError
@@ -57,9 +57,10 @@ def doctor(session: Session) -> int:
     width = max(len(finding.name) for finding in findings) + 1
     lines = []
     for finding in findings:
-        lines.append(
-            line(_MARKS[finding.verdict], f" {finding.name.ljust(width)} {finding.detail}", indent=2)
-        )
+        mark = _MARKS[finding.verdict]
+        first, *rest = message_lines(f" {finding.name.ljust(width)} ", finding.detail)
+        lines.append(line(mark, *first.spans, indent=2))
+        lines += [line(*below.spans, indent=width + 5) for below in rest]
         if finding.todo:
             lines.append(line(Span("→ ", "bold"), finding.todo, indent=width + 5))
     healthy = all(finding.verdict is not Verdict.BROKEN for finding in findings)
@@ -68,7 +69,6 @@ def doctor(session: Session) -> int:
 
 
 def _looks(session: Session) -> Iterator[tuple[str, Look]]:
-    config = session.config
     yield "python", _python
     yield "java", _java
     yield "spark", lambda: _package("spark", "pyspark", "it runs the data: pip install lockstep")
@@ -76,7 +76,11 @@ def _looks(session: Session) -> Iterator[tuple[str, Look]]:
         "chdb",
         lambda: _package("chdb", "chdb", "chdb: addresses and `lockstep demo` need it: pip install chdb"),
     )
-    yield "config", lambda: _config(config)
+    yield "config", lambda: _config(session.config)
+    try:
+        config = session.config
+    except LockstepError:
+        return  # said above; where the rest is cannot be known
     yield "store", lambda: _store(session)
     for name in config.catalogs:
         yield f"catalog {name}", lambda name=name: _catalog(name, config)  # type: ignore[misc]
@@ -93,7 +97,7 @@ def _look(name: str, look: Look) -> Finding:
         try:
             found.append(look())
         except LockstepError as error:
-            found.append(Finding(name, Verdict.BROKEN, error.message, error.hint))
+            found.append(Finding(name, Verdict.BROKEN, error.message, _todo(error)))
         except Exception as error:  # a check must not hide the ones after it
             found.append(Finding(name, Verdict.BROKEN, f"{type(error).__name__}: {error}".splitlines()[0]))
 
@@ -105,6 +109,11 @@ def _look(name: str, look: Look) -> Finding:
     return Finding(
         name, Verdict.BROKEN, f"no answer within {PATIENCE_S:g} s", "check its address and the network"
     )
+
+
+def _todo(error: LockstepError) -> str | None:
+    """The hint, unless it sends people to where they are."""
+    return None if error.hint and "lockstep doctor" in error.hint else error.hint
 
 
 def _python() -> Finding:
@@ -171,9 +180,16 @@ def _catalog(name: str, config: Config) -> Finding:
 
 def _places(config: Config) -> list[str]:
     """Where files are written: the warehouses that are addresses, and the configured storage."""
-    warehouses = [properties.get("warehouse", "") for properties in config.catalogs.values()]
+    warehouses = [_warehouse(name, config) for name in config.catalogs]
     places = [place for place in (*warehouses, *config.storage) if "://" in place]
     return list(dict.fromkeys(places))
+
+
+def _warehouse(name: str, config: Config) -> str:
+    try:
+        return config.catalogs[name].get("warehouse", "")
+    except LockstepError:
+        return ""  # the check of the catalog says why
 
 
 def _storage(place: str, config: Config) -> Finding:

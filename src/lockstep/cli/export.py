@@ -81,6 +81,7 @@ def export(
     ] = False,
 ) -> int:
     """Copy partitions of a table into an Iceberg table, each exactly once."""
+    session.check_config()
     file_size_bytes = parse_size(file_size, "--file-size")
     deadline_s = parse_duration(deadline, "--deadline") if deadline is not None else None
     from lockstep.exporter import ExportRequest, plan_export
@@ -167,14 +168,22 @@ def _interrupted(session: Session, planned: Planned) -> int:
     jobs = [session.store.read(job.job_id) for job in planned.jobs]
     session.answer(_document(planned, jobs))
     open_jobs = [job for job in jobs if job.state.live]
-    session.remark(
-        line(
-            f"interrupted: {plural(len(open_jobs), 'job')} of {len(jobs)} can go on "
-            "from the last checkpoint with: lockstep worker --once"
-        ),
-        *(line(f"or give it up: lockstep kill {job.job_id}", indent=2) for job in open_jobs[:1]),
-    )
+    session.remark(*ways_on(open_jobs))
     return INTERRUPTED
+
+
+def ways_on(open_jobs: Sequence[Job]) -> list[Line]:
+    """What can be done about jobs whose work was interrupted."""
+    paused = [job.job_id for job in open_jobs if job.state is State.PAUSED]
+    others = [job.job_id for job in open_jobs if job.state is not State.PAUSED]
+    if not open_jobs:
+        return [line("interrupted; every job had ended already")]
+    lines = [line(f"interrupted; {plural(len(open_jobs), 'job')} can go on from the last checkpoint:")]
+    if others:
+        lines.append(line("lockstep worker --once", indent=2))
+    lines += [line(f"lockstep resume {job_id} (it is paused)", indent=2) for job_id in paused]
+    lines.append(line(f"or give up: lockstep kill {' '.join([*others, *paused])}", indent=2))
+    return lines
 
 
 def _closing(jobs: Sequence[Job]) -> list[Answer]:
@@ -188,10 +197,12 @@ def _closing(jobs: Sequence[Job]) -> list[Answer]:
 
 
 def closing_grid(jobs: Sequence[Job]) -> Grid:
-    starts = [job.started_at for job in jobs if job.started_at is not None]
-    ends = [job.finished_at for job in jobs if job.finished_at is not None]
+    """Each job in a row; the totals count what was published."""
+    published = [job for job in jobs if job.state is State.COMPLETED]
+    starts = [job.started_at for job in published if job.started_at is not None]
+    ends = [job.finished_at for job in published if job.finished_at is not None]
     seconds = max(ends) - min(starts) if starts and ends else None
-    rows = sum(job.rows_done for job in jobs)
+    rows = sum(job.rows_done for job in published)
     return Grid(
         ("partition", "|state", ">rows", ">files", ">size", ">took", ">rows/s", "|snapshot", "|job"),
         [
@@ -209,16 +220,17 @@ def closing_grid(jobs: Sequence[Job]) -> Grid:
             for job in jobs
         ],
         footer=[
-            Span("all", "bold"),
-            "",
+            Span("total", "bold"),
+            "" if len(published) == len(jobs) else "published",
             number(rows),
-            number(sum(job.files for job in jobs)),
-            size(sum(job.bytes_done for job in jobs)),
+            number(sum(job.files for job in published)),
+            size(sum(job.bytes_done for job in published)),
             duration(seconds),
             number(rows / seconds) if seconds else "",
             "",
             "",
         ],
+        drop=("files", "size", "rows/s", "took", "job"),
     )
 
 
@@ -262,15 +274,31 @@ def _plan_grid(previews: Sequence[PlanPreview], target: str) -> Grid:
 
 def _columns_grid(preview: PlanPreview) -> Grid:
     return Grid(
-        ("column", "type", "from", "source type"),
+        ("column", "type", "from", "source type", "|"),
         [
             (
                 column.target,
-                (column.type if isinstance(column.type, str) else str(column.type.get("type", "nested")))
-                + (" required" if column.required else ""),
+                type_name(column.type) + (" required" if column.required else ""),
                 column.source if column.source is not None else Span("NULL", "dim"),
                 column.source_type or "",
+                Span("lossy", "yellow") if column.lossy else "",
             )
             for column in preview.columns
         ],
     )
+
+
+def type_name(kind: Any) -> str:
+    """An Iceberg type as people write it: `list<long>`, `map<string, int>`, `struct<a: long>`."""
+    if isinstance(kind, str):
+        return kind
+    match kind.get("type"):
+        case "list":
+            return f"list<{type_name(kind['element'])}>"
+        case "map":
+            return f"map<{type_name(kind['key'])}, {type_name(kind['value'])}>"
+        case "struct":
+            fields = (f"{field['name']}: {type_name(field['type'])}" for field in kind["fields"])
+            return f"struct<{', '.join(fields)}>"
+        case other:
+            return str(other)

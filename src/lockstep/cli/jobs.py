@@ -16,7 +16,9 @@ from lockstep.cli.render import (
     Span,
     ago,
     duration,
+    hint_lines,
     line,
+    message_lines,
     number,
     percent,
     plural,
@@ -52,7 +54,9 @@ def jobs(
     state: Annotated[
         list[str] | None, typer.Option(help="Only jobs in this state; may be repeated.", metavar="STATE")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="At most this many, the newest first.", min=1)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="At most this many, the newest first.", min=1, metavar="N")
+    ] = None,
 ) -> int:
     """List the jobs, newest first."""
     found = session.store.list(parse_states(state or []), limit)
@@ -106,7 +110,10 @@ def _slept(session: Session, seconds: float) -> bool:
 
 def jobs_grid(jobs: Sequence[Job], now: float) -> Grid:
     return Grid(
-        ("|job", "|state", "partition", ">done", ">rows", ">rows/s", ">time", "|created", "source → target"),
+        (
+            *("|job", "|state", "partition", ">done", ">rows", ">rows/s", ">time", "|created"),
+            *("~source", "~target"),
+        ),
         [
             (
                 job.job_id,
@@ -117,10 +124,12 @@ def jobs_grid(jobs: Sequence[Job], now: float) -> Grid:
                 rate(rows_per_s(job)).removesuffix("/s"),
                 _time(job, now),
                 ago(job.created_at, now),
-                f"{brief(job.plan.source)} → {brief(job.plan.target)}",
+                brief(job.plan.source),
+                brief(job.plan.target),
             )
             for job in jobs
         ],
+        drop=("rows/s", "time", "target", "created", "rows", "source", "done"),
     )
 
 
@@ -159,10 +168,10 @@ def closing(job: Job) -> list[Line]:
         return [line(Span("■ ", "yellow"), f"job {job.job_id} was killed; nothing of it was published")]
     if job.state is State.FAILED:
         reason = job.error.message if job.error else "no reason was recorded"
-        lines = [line(Span("✘ ", "red"), f"job {job.job_id} failed, nothing was published: {reason}")]
-        if job.error and job.error.hint:
-            lines.append(line(Span("hint: ", "bold"), job.error.hint))
-        lines.append(line(f"go on from what is finished: lockstep retry {job.job_id}", indent=2))
+        lines = message_lines(Span("✘ ", "red"), f"job {job.job_id} failed, nothing was published: {reason}")
+        lines += hint_lines(job.error.hint if job.error else None)
+        if job.error is None or not job.error.permanent:
+            lines.append(line(f"go on from what is finished: lockstep retry {job.job_id}", indent=2))
         return lines
     if job.state is State.PAUSED:
         return [line(f"job {job.job_id} is paused: lockstep resume {job.job_id}")]
@@ -194,4 +203,5 @@ def history_grid(entries: Sequence[HistoryEntry]) -> Grid:
             )
             for entry in entries
         ],
+        drop=("generation", "worker"),
     )

@@ -47,8 +47,24 @@ COMMANDS: Final = {
 """Command to module of lockstep.cli; the function has the command's name."""
 
 
+class Command(typer.core.TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
+
+
+def _flags_without_type(parameters: list[Any]) -> list[Any]:
+    """The help would show `<bool>` beside each flag, which takes no value at all."""
+    for parameter in parameters:
+        if getattr(parameter, "is_bool_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    return parameters
+
+
 class LazyCommands(typer.core.TyperGroup):
     """Commands that are imported when they are asked for."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -62,7 +78,7 @@ class LazyCommands(typer.core.TyperGroup):
             )
         module = importlib.import_module(f"lockstep.cli.{COMMANDS[cmd_name]}")
         alone = typer.Typer(add_completion=False)
-        alone.command(cmd_name)(getattr(module, cmd_name))
+        alone.command(cmd_name, cls=Command)(getattr(module, cmd_name))
         return typer.main.get_command(alone)
 
 

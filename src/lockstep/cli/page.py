@@ -13,6 +13,7 @@ from lockstep.cli.render import (
     ago,
     duration,
     line,
+    message_lines,
     number,
     percent,
     plural,
@@ -21,13 +22,14 @@ from lockstep.cli.render import (
     state_span,
 )
 from lockstep.config import redact
+from lockstep.errors import ErrorInfo
 from lockstep.job import HistoryEntry, Job, State, Task, TaskState
 from lockstep.runtime import rfc3339
 from lockstep.view import eta_s, progress, rows_per_s
 
 BAR: Final = 30
 MOST_TASKS: Final = 20
-_NAME: Final = 10
+_NAME: Final = 12
 
 
 def job_page(
@@ -39,7 +41,10 @@ def job_page(
     page += _waiting(job, tasks, history, now)
     page += _error(job)
     open_tasks = [task for task in tasks if task.state is not TaskState.DONE]
-    if open_tasks and tasks:
+    if not job.state.live:
+        # Nothing waits any more; what went wrong is still worth a look.
+        open_tasks = [task for task in open_tasks if task.error is not None]
+    if open_tasks:
         page.append(line(""))
         page.append(_task_grid(open_tasks, job, now))
         if len(open_tasks) > MOST_TASKS:
@@ -84,7 +89,7 @@ def _progress(job: Job, tasks: Sequence[Task]) -> Iterable[Line]:
         "tasks",
         f"{job.tasks_done} of {job.tasks_total} done"
         + (f", {running} running" if running else "")
-        + (f", {waiting} waiting" if waiting else ""),
+        + (f", {waiting} {'waiting' if job.state.live else 'not finished'}" if waiting else ""),
     )
     yield _fact("written", f"{plural(job.files, 'file')}, {size(job.bytes_done)}")
     if job.workers and job.state.live:
@@ -114,6 +119,8 @@ def _waiting(job: Job, tasks: Sequence[Task], history: Sequence[HistoryEntry], n
             yield _fact(
                 "published", f"as snapshot {job.snapshot_id}; `lockstep history {job.job_id}` tells how"
             )
+        case State.FAILED if job.error is not None and job.error.permanent:
+            yield _fact("next", "nothing was published, and another try of this job would end the same way")
         case State.FAILED:
             yield _fact(
                 "next", f"`lockstep retry {job.job_id}` goes on from what is finished; nothing was published"
@@ -159,16 +166,23 @@ def _error(job: Job) -> Iterable[Line]:
     if job.error is None:
         return
     task = f" (task {job.error.task})" if job.error.task is not None else ""
-    yield _fact("error", Span(f"{job.error.cls}: ", "red"), job.error.message + task)
+    yield from _text_fact("error", f"{job.error.cls}: {job.error.message}{task}")
     if job.error.hint:
-        yield _fact("hint", job.error.hint)
+        yield from _text_fact("hint", job.error.hint)
+
+
+def _text_fact(name: str, text: str) -> Iterable[Line]:
+    first, *below = message_lines("", text)
+    yield _fact(name, *first.spans)
+    for each in below:
+        yield line(*each.spans, indent=each.indent + _NAME + 2)
 
 
 def _task_grid(tasks: Sequence[Task], job: Job, now: float) -> Grid:
     # Those with an error first: they are what somebody who looks at a job wants to know.
     ranked = sorted(tasks, key=lambda task: (task.error is None, task.state is TaskState.WAITING, task.index))
     return Grid(
-        (">task", "state", ">done", ">rows", ">attempts", "next try", "worker", "last error"),
+        (">task", "|state", ">done", ">rows", ">attempts", "next try", "worker", "last error"),
         [
             (
                 str(task.index),
@@ -176,20 +190,28 @@ def _task_grid(tasks: Sequence[Task], job: Job, now: float) -> Grid:
                 percent(task.rows_done / task.rows) if task.rows else "",
                 number(task.rows),
                 f"{task.attempts} of {job.plan.limits.task_attempts}",
-                _next_try(task, now),
+                _next_try(task, job, now),
                 task.owner or "",
-                f"{task.error.cls}: {task.error.message}" if task.error else "",
+                _in_one_line(task.error) if task.error else "",
             )
             for task in ranked[:MOST_TASKS]
         ],
+        drop=("worker", "rows", "done"),
     )
 
 
-def _next_try(task: Task, now: float) -> str:
+def _in_one_line(error: ErrorInfo) -> str:
+    first, *rest = error.message.splitlines() or [""]
+    return f"{error.cls}: {first}" + (" …" if rest else "")
+
+
+def _next_try(task: Task, job: Job, now: float) -> str:
+    if not job.state.live:
+        return "never" if task.state is TaskState.FAILED else ""
     if task.state is TaskState.LEASED:
         return "running now" if (task.lease_until or now) >= now else "when a worker takes over"
     if task.state is TaskState.FAILED:
         return "never"
     if task.next_attempt_at is not None and task.next_attempt_at > now:
         return f"in {duration(task.next_attempt_at - now)}"
-    return "when a worker is free"
+    return "after a resume" if job.state is State.PAUSED else "when a worker is free"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 POLL_S: Final = 0.25
+PLAIN_LEAST_S: Final = 2.0
 PLAIN_EVERY_S: Final = 5.0
-PLAIN_SILENCE_S: Final = 60.0
 WINDOW_S: Final = 8.0
 BAR: Final = 28
 MOST_BARS: Final = 12
@@ -62,11 +62,17 @@ class Pace:
 class ProgressView:
     """Shows jobs each time `update` is called; `with` keeps the terminal tidy whatever happens."""
 
-    def __init__(self, screen: Screen, clock: Clock) -> None:
+    def __init__(
+        self, screen: Screen, clock: Clock, note: Callable[[Sequence[Job]], str] | None = None
+    ) -> None:
+        """`note` says what keeps the jobs from moving, or nothing."""
         self._screen = screen
         self._clock = clock
+        self._note = note or (lambda _: "")
+        self._noted = ""
         self._paces: dict[str, Pace] = {}
-        self._said: dict[str, tuple[State, int, float]] = {}
+        self._said: dict[str, tuple[State, int, int]] = {}
+        self._said_at: dict[str, float] = {}
         self._live: Live | None = None
         self._jobs: Sequence[Job] = ()
 
@@ -104,6 +110,8 @@ class ProgressView:
             lines.append(line(Span(f"… and {plural(hidden, 'more job')}", "dim"), indent=2))
         if len(self._jobs) > 1:
             lines.append(self._overall())
+        if note := self._note(self._jobs):
+            lines.append(line(Span(note, "dim"), indent=2))
         return Group(*(rich_text([" " * each.indent, *each.spans]) for each in lines))
 
     def _bar(self, job: Job, width: int) -> Line:
@@ -153,12 +161,19 @@ class ProgressView:
         return line(Span(" · ".join(parts), "bold"), indent=2)
 
     def _plain_lines(self, now: float) -> None:
+        note = self._note(self._jobs)
+        if note and note != self._noted:
+            self._screen.print(note)
+        self._noted = note
         for job in self._jobs:
-            state, rows, at = self._said.get(job.job_id, (None, 0, 0.0))
-            patience_s = PLAIN_EVERY_S if job.rows_done != rows else PLAIN_SILENCE_S
-            if state is job.state and (state is not State.RUNNING or now - at < patience_s):
+            news = (job.state, job.rows_done, job.tasks_waiting_for_retry)
+            said = self._said.get(job.job_id)
+            waited_s = now - self._said_at.get(job.job_id, 0.0)
+            least_s = PLAIN_EVERY_S if said and said[0] is job.state else PLAIN_LEAST_S
+            # The end is said at once; everything else only if it is new, and not too often.
+            if said == news or (job.state.live and waited_s < least_s):
                 continue
-            self._said[job.job_id] = (job.state, job.rows_done, now)
+            self._said[job.job_id], self._said_at[job.job_id] = news, now
             total = number(job.plan.rows) if job.plan.rows is not None else NOTHING
             self._screen.print(
                 f"{_label(job)}: {job.state.value} {percent(progress(job))}, "

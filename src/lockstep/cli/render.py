@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, TextIO
 
@@ -29,6 +29,11 @@ STATE_STYLES: Final = {
     State.KILLED: "yellow",
 }
 NOTHING: Final = "–"
+MARKS: Final = ">|~"
+MOST_LINES: Final = 100
+GAP: Final = 2
+LEAST_WRAPPED: Final = 20
+LEAST_SHORTENED: Final = 18
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,37 @@ def line(*spans: Inline, indent: int = 0) -> Line:
     return Line(spans, indent)
 
 
+def message_lines(head: Inline, text: str, indent: int = 0) -> list[Line]:
+    """A message of ours, which may have several lines; those after the first are indented.
+
+    A line break in a name of a stranger's table makes a line too, but none that looks like the first.
+    """
+    first, *rest = text.split("\n")
+    shown = [line(head, first, indent=indent)]
+    for below in rest[:MOST_LINES]:
+        blanks = len(below) - len(below.lstrip(" "))
+        shown.append(line(below.lstrip(" "), indent=indent + max(2, min(blanks, 8))))
+    if len(rest) > MOST_LINES:
+        shown.append(line(f"… and {plural(len(rest) - MOST_LINES, 'more line')}", indent=indent + 2))
+    return shown
+
+
 @dataclass(frozen=True)
 class Grid:
-    """A table. A column whose name starts with `>` is aligned to the right, one with `|` never wraps."""
+    """A table. The first character of a column's name says how it takes too little room: `>` (aligned to
+    the right) and `|` never wrap, `~` is shortened in its middle, any other wraps.
+
+    `drop` names the columns that a narrow terminal can do without, the least important first. A pipe gets
+    all of them.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Inline]]
     title: str = ""
     footer: Sequence[Inline] = field(default_factory=tuple)
+    drop: Sequence[str] = ()
+    above: Sequence[str] = ()
+    """What is the same in all rows, said once where the columns do not fit."""
 
 
 def safe(text: str) -> str:
@@ -84,9 +112,12 @@ class Screen:
 
     @cached_property
     def console(self) -> Console:
+        return self._console()
+
+    def _console(self, width: int | None = None) -> Console:
         from rich.console import Console
 
-        return Console(file=self.stream, highlight=False, markup=False, emoji=False)
+        return Console(file=self.stream, width=width, highlight=False, markup=False, emoji=False)
 
     def print(self, part: Grid | Line | str) -> None:
         if not self.is_terminal:
@@ -112,22 +143,127 @@ class Screen:
 
     def _print_grid(self, grid: Grid) -> None:
         from rich import box
+        from rich.padding import Padding
         from rich.table import Table
 
-        if grid.title:
-            self.console.print(rich_text([grid.title]))
-        table = Table(box=box.SIMPLE_HEAD, show_footer=bool(grid.footer))
-        for index, name in enumerate(grid.columns):
+        grid, widths = fit(grid, self.console.width - 2)
+        for text in filter(None, (grid.title, *grid.above)):
+            self.console.print(Padding(rich_text([text]), (0, 0, 0, 1)))
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_footer=bool(grid.footer)
+        )
+        for index, (name, width) in enumerate(zip(grid.columns, widths, strict=True)):
             table.add_column(
-                name.lstrip(">|"),
+                name.lstrip(MARKS),
                 justify="right" if name.startswith(">") else "left",
                 footer=rich_text([grid.footer[index]]) if grid.footer else "",
                 overflow="fold",
-                no_wrap=name.startswith((">", "|")),
+                width=width,
             )
         for row in grid.rows:
             table.add_row(*(rich_text([cell]) for cell in row))
-        self.console.print(table)
+        # A terminal that is narrower than the least wraps the lines itself: ugly, but nothing is lost.
+        needed = _total(widths) + 2
+        console = self.console if needed <= self.console.width else self._console(needed)
+        console.print(table)
+
+
+def fit(grid: Grid, width: int) -> tuple[Grid, list[int]]:
+    """The grid as it fits into `width`, with the width of each of its columns.
+
+    What is too much goes in this order: the lengths of `~` and of wrapping columns; a `~` column with one
+    value in all rows, which is said above; the columns of `drop`.
+    """
+    candidates = list(grid.drop)
+    while True:
+        natural = [_natural(grid, index) for index in range(len(grid.columns))]
+        least = [_least(name, full) for name, full in zip(grid.columns, natural, strict=True)]
+        if _total(natural) <= width:
+            return grid, natural
+        if _common_column(grid) is not None:
+            while (common := _common_column(grid)) is not None:
+                grid = _hoisted(grid, common, width)
+        elif _total(least) <= width or not candidates:
+            widths = _shared(natural, least, width)
+            return _shortened(grid, widths), widths
+        else:
+            grid = _without(grid, candidates.pop(0))
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _natural(grid: Grid, index: int) -> int:
+    from rich.cells import cell_len
+
+    cells = [grid.columns[index].lstrip(MARKS), *(_plain(row[index]) for row in grid.rows)]
+    if grid.footer:
+        cells.append(_plain(grid.footer[index]))
+    return max(map(cell_len, cells))
+
+
+def _least(name: str, natural: int) -> int:
+    if name.startswith((">", "|")):
+        return natural
+    return min(natural, LEAST_SHORTENED if name.startswith("~") else LEAST_WRAPPED)
+
+
+def _shared(natural: Sequence[int], least: Sequence[int], width: int) -> list[int]:
+    """The least for each column, and what is left over for those that need more, the neediest last."""
+    widths = list(least)
+    needy = sorted((full - widths[i], i) for i, full in enumerate(natural) if full > widths[i])
+    for place, (need, index) in enumerate(needy):
+        spare = max(0, width - _total(widths))
+        widths[index] += min(need, spare // (len(needy) - place))
+    return widths
+
+
+def _common_column(grid: Grid) -> int | None:
+    for index, name in enumerate(grid.columns):
+        if name.startswith("~") and len({_plain(row[index]) for row in grid.rows}) == 1:
+            return index
+    return None
+
+
+def _hoisted(grid: Grid, index: int, width: int) -> Grid:
+    name = f"{grid.columns[index].lstrip(MARKS)}: "
+    said = name + middle_out(_plain(grid.rows[0][index]), max(LEAST_SHORTENED, width - len(name)))
+    return replace(_picked(grid, index), above=[*grid.above, said])
+
+
+def _without(grid: Grid, name: str) -> Grid:
+    names = [column.lstrip(MARKS) for column in grid.columns]
+    return _picked(grid, names.index(name)) if name in names else grid
+
+
+def _picked(grid: Grid, index: int) -> Grid:
+    """The grid without one column."""
+
+    def rest(cells: Sequence[Inline]) -> list[Inline]:
+        return [cell for i, cell in enumerate(cells) if i != index]
+
+    columns = [name for i, name in enumerate(grid.columns) if i != index]
+    return replace(grid, columns=columns, rows=[rest(row) for row in grid.rows], footer=rest(grid.footer))
+
+
+def _shortened(grid: Grid, widths: Sequence[int]) -> Grid:
+    def cell(name: str, value: Inline, width: int) -> Inline:
+        if not name.startswith("~"):
+            return value
+        text = middle_out(_plain(value), width)
+        return text if isinstance(value, str) else Span(text, value.style)
+
+    rows = [[cell(*three) for three in zip(grid.columns, row, widths, strict=True)] for row in grid.rows]
+    return replace(grid, rows=rows)
+
+
+def middle_out(text: str, width: int) -> str:
+    """The text without its middle; the end, which tells tables apart, keeps the larger share."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def rich_text(spans: Iterable[Inline]) -> Text:
@@ -148,7 +284,7 @@ def plain_lines(part: Grid | Line | str) -> list[str]:
         return [safe(part)]
     if isinstance(part, Line):
         return [part.plain]
-    rows = [[name.lstrip(">|") for name in part.columns]]
+    rows = [[name.lstrip(MARKS) for name in part.columns]]
     rows += [[_plain(cell) for cell in row] for row in part.rows]
     if part.footer:
         rows.append([_plain(cell) for cell in part.footer])
@@ -174,9 +310,14 @@ def state_span(state: State) -> Span:
 def print_error(error: LockstepError, stream: TextIO | None = None) -> None:
     """`error: …` and `hint: …` on standard error."""
     screen = Screen(stream or sys.stderr)
-    screen.print(line(Span("error: ", "bold red"), error.message))
-    if error.hint:
-        screen.print(line(Span("hint: ", "bold"), error.hint))
+    for each in message_lines(Span("error: ", "bold red"), error.message):
+        screen.print(each)
+    for each in hint_lines(error.hint):
+        screen.print(each)
+
+
+def hint_lines(hint: str | None, indent: int = 0) -> list[Line]:
+    return message_lines(Span("hint: ", "bold"), hint, indent) if hint else []
 
 
 # Numbers and times as people read them

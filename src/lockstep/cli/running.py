@@ -38,11 +38,15 @@ def work(
     from lockstep.worker import Worker
 
     stop = threading.Event()
-    runner = _Runner(Worker(session.config, session.store, session.clock, job_ids=job_ids), until, stop)
+    start = _StartUp()
+    worker = Worker(
+        session.config, session.store, session.clock, job_ids=job_ids, on_progress=start.round_ended
+    )
+    runner = _Runner(worker, until, stop)
     read = _reader(session, job_ids)
     with signals_interrupt():
         try:
-            with ProgressView(session.side, session.clock) as view:
+            with ProgressView(session.side, session.clock, start.note) as view:
                 runner.start()
                 jobs = follow(read, view, runner.ended.wait, lambda _: runner.ended.is_set())
         except KeyboardInterrupt:
@@ -53,6 +57,26 @@ def work(
     if runner.failure is not None:
         raise runner.failure
     return jobs
+
+
+class _StartUp:
+    """What a worker does before the first rows come: the seconds in which no bar moves."""
+
+    def __init__(self) -> None:
+        self._spark_is_up = False
+        self._rows: dict[str, int] = {}
+        self._moved = False
+
+    def round_ended(self) -> None:
+        # A worker starts Spark within its first round, if there are tasks to run.
+        self._spark_is_up = True
+
+    def note(self, jobs: Sequence[Job]) -> str:
+        for job in jobs:
+            self._moved = self._moved or self._rows.setdefault(job.job_id, job.rows_done) != job.rows_done
+        if self._moved or not any(job.state in (State.PENDING, State.RUNNING) for job in jobs):
+            return ""
+        return "waiting for the first rows …" if self._spark_is_up else "starting Spark …"
 
 
 class _Runner(threading.Thread):

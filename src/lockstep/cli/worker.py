@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from lockstep.cli.jobs import closing
 from lockstep.cli.render import line, plural
 from lockstep.cli.running import LIVE, Interrupted, work
 from lockstep.cli.session import INTERRUPTED, Answer, Session, command
-from lockstep.job import State
+from lockstep.job import Job, State
 from lockstep.view import job_document
 
 
@@ -21,9 +22,10 @@ def worker(
     once: Annotated[bool, typer.Option("--once", help="Until nothing is left to do.")] = False,
 ) -> int:
     """Work on the jobs of the store: claim, run on Spark, commit."""
-    ids = [job.job_id for job in reversed(session.store.list(LIVE))]
-    waiting = f"{plural(len(ids), 'job')} in the store" if ids else "no job in the store"
-    session.remark(line(f"{waiting}; " + ("working until none is left" if once else "Ctrl-C to stop")))
+    session.check_config()
+    found = session.store.list(LIVE)
+    ids = [job.job_id for job in reversed(found)]
+    session.remark(line(_to_do(found) + ("; working until none is left" if once else "; Ctrl-C to stop")))
     try:
         work(session, "idle" if once else "forever")
     except Interrupted:
@@ -39,3 +41,10 @@ def worker(
     session.answer({"jobs": [job_document(job) for job in jobs]}, *parts)
     # A paused job was not this worker's to finish.
     return exit_code([job for job in jobs if job.state is not State.PAUSED])
+
+
+def _to_do(jobs: Sequence[Job]) -> str:
+    paused = sum(1 for job in jobs if job.state is State.PAUSED)
+    waiting = len(jobs) - paused
+    said = f"{plural(waiting, 'job')} to work on" if waiting else "no job to work on"
+    return said + (f", {paused} paused" if paused else "")
