@@ -14,6 +14,7 @@ from lockstep.store import open_store, sql_schema
 from tests import readers, servers
 from tests.lab import Lab
 from tests.store_lab import DatabaseClock, Stores
+from tests.zookeeper_server import ZooKeeperServer
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +96,18 @@ def postgresql_lab(postgresql: servers.Postgresql) -> str:
     return url
 
 
+@pytest.fixture(scope="session")
+def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeperServer]:
+    """One server for the whole session; each test has a root of its own in it.
+
+    A test that asks for it carries `@pytest.mark.servers`.
+    """
+    server = ZooKeeperServer(tmp_path_factory.mktemp("zookeeper"))
+    server.start()
+    yield server
+    server.kill()
+
+
 def _sqlite(request: pytest.FixtureRequest) -> Stores:
     folder: Path = request.getfixturevalue("tmp_path")
     return Stores(f"sqlite:///{folder}/jobs/jobs.db", open_store)
@@ -112,10 +125,17 @@ def _postgresql(request: pytest.FixtureRequest) -> Stores:
     return Stores(url, open_store, DatabaseClock(lambda sql: server.run(sql, "lab")))
 
 
+def _zookeeper(request: pytest.FixtureRequest) -> Stores:
+    folder: Path = request.getfixturevalue("tmp_path")
+    server: ZooKeeperServer = request.getfixturevalue("zookeeper")
+    return Stores(server.url(folder.name), open_store)
+
+
 @pytest.fixture(
     params=[
         pytest.param(_sqlite, id="sqlite"),
         pytest.param(_postgresql, id="postgresql", marks=pytest.mark.servers),
+        pytest.param(_zookeeper, id="zookeeper", marks=pytest.mark.servers),
     ]
 )
 def store_factory(request: pytest.FixtureRequest) -> Stores:
@@ -127,6 +147,6 @@ def store_factory(request: pytest.FixtureRequest) -> Stores:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test-quick` starts neither Spark nor a server: asking for one without the marker is an error."""
     for item in items:
-        asked = {"spark", "postgresql"} & {*getattr(item, "fixturenames", ())}
+        asked = {"spark", "postgresql", "zookeeper"} & {*getattr(item, "fixturenames", ())}
         if asked and item.get_closest_marker("servers") is None:
             raise pytest.UsageError(f"{item.nodeid} uses {asked.pop()} and lacks @pytest.mark.servers")

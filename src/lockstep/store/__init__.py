@@ -2,7 +2,7 @@
 
 Every verb that changes something checks the epoch or the state that it was told of, and refuses when
 that has moved on. A reply can get lost: a verb that is sent again with the same epoch and content
-answers as the first time. Times are judged by the store's clock. Implementations: `sql`.
+answers as the first time. Times are judged by the store's clock. Implementations: `sql`, `zookeeper`.
 """
 
 from __future__ import annotations
@@ -273,7 +273,12 @@ def open_store(url: str, clock: Clock = SYSTEM_CLOCK) -> JobStore:
         from lockstep.store.sql import SqlStore
 
         return SqlStore(url, clock)
+    if scheme == "zookeeper":
+        from lockstep.store.zookeeper import ZooKeeperStore
+
+        return ZooKeeperStore(url, clock)
     raise Invalid(
         f'unknown kind of job store "{scheme}"',
-        hint="known: sqlite:///PATH and postgresql://USER:PASSWORD@HOST/DATABASE",
+        hint="known: sqlite:///PATH, postgresql://USER:PASSWORD@HOST/DATABASE and "
+        "zookeeper://HOST:2181/lockstep",
     )

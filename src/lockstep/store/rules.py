@@ -1,0 +1,239 @@
+"""What job stores decide and say alike, whatever they are built on: plain functions, no I/O."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Protocol
+
+from lockstep.errors import (
+    Conflict,
+    Corrupt,
+    ErrorInfo,
+    Fenced,
+    Incompatible,
+    Invalid,
+    LockstepError,
+    NoSuchJob,
+)
+from lockstep.job import Event, Fingerprint, Holding, Json, Lease, Piece, Plan, Position, StagedFile, State
+from lockstep.runtime import rfc3339
+
+SHOWN: Final = 10
+ENDS: Final = frozenset({Event.COMMITTED, Event.FAIL, Event.KILL})
+"""What a commit can end with."""
+
+
+class JobHead(Protocol):
+    """What is known of a job without its plan."""
+
+    @property
+    def job_id(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def created_at(self) -> float: ...
+    @property
+    def finished_at(self) -> float | None: ...
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+# The frozen part of a job
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The part of a job that never changes."""
+
+    plan: Plan
+    holding: Holding
+    beside: frozenset[str]
+
+    def to_json(self) -> Json:
+        return {
+            "plan": self.plan.to_json(),
+            "holding": asdict(self.holding),
+            "beside": sorted(self.beside),
+        }
+
+
+def holding_from_json(raw: Json) -> Holding:
+    pieces = tuple(Piece(piece["name"], piece["first"], piece["last"]) for piece in raw["pieces"])
+    return Holding(raw["scope"], raw["whole"], pieces)
+
+
+def damaged_plan(job_id: str, error: Exception) -> LockstepError:
+    """What to raise for a job whose plan raised `error` while it was read."""
+    if isinstance(error, Incompatible):
+        return Incompatible(f"job {job_id} cannot be read: {error.message}", hint=error.hint)
+    return Corrupt(
+        f"job {job_id} cannot be read: its plan is damaged ({error!r})",
+        hint="kill it and export again; other jobs are not affected",
+    )
+
+
+def missing_plan(job_id: str) -> Corrupt:
+    return Corrupt(
+        f"job {job_id} cannot be read: its plan is missing from the store",
+        hint="kill it and export again; other jobs are not affected",
+    )
+
+
+def missing_tasks(stage: str, done: int, total: int) -> ErrorInfo:
+    """Why a job fails whose open tasks are no longer in the store: it could never end by itself."""
+    return ErrorInfo(
+        Corrupt.__name__,
+        f"{done} of {total} tasks of stage {stage} are done, "
+        "and the records of the others are missing from the store",
+        "nothing was published; export it again",
+    )
+
+
+# Refusals
+
+
+def no_such_job(job_id: str) -> NoSuchJob:
+    return NoSuchJob(f"no job {job_id}", hint="`lockstep jobs` lists them")
+
+
+def the_one(prefix: str, found: Sequence[str]) -> str:
+    """The id that `prefix` means, of the sorted ids that begin with it.
+
+    Raises: NoSuchJob if there is none, Invalid if there are several.
+    """
+    if not found:
+        raise NoSuchJob(f'no job has an id that begins with "{prefix}"', hint="`lockstep jobs` lists them")
+    if prefix in found:
+        return prefix
+    if len(found) > 1:
+        listed = ", ".join(found[:SHOWN]) + (", …" if len(found) > SHOWN else "")
+        raise Invalid(
+            f'several jobs have an id that begins with "{prefix}": {listed}', hint="add more letters"
+        )
+    return found[0]
+
+
+def conflict(refused: str, piece: Piece | None, holding: Holding, other: JobHead) -> Conflict:
+    """`refused` could not be done because `other` holds `piece`."""
+    what = f"part {piece.name}" if piece is not None and not holding.whole else "it"
+    show = f"`lockstep show {other.job_id}`"
+    if other.state == State.COMPLETED:
+        return Conflict(
+            f"{refused}: {what} was exported by job {other.job_id}, "
+            f"{other.state} since {rfc3339(other.finished_at)}",
+            job_id=other.job_id,
+            hint="--on-existing skip leaves it out, append adds the rows again, replace puts the new rows in "
+            f"place of the old; {show} shows that job",
+        )
+    return Conflict(
+        f"{refused}: {what} is held by job {other.job_id}, {other.state}, "
+        f"created {rfc3339(other.created_at)}",
+        job_id=other.job_id,
+        hint="--on-existing skip leaves it out, replace stops that job and takes its place; "
+        f"{show} shows that job",
+    )
+
+
+def what_is_refused(plan: Plan) -> str:
+    name = plan.source + (f" partition {plan.partition}" if plan.partition is not None else "")
+    return f"cannot export {name} to {plan.target}"
+
+
+def refuse_pause(job: JobHead) -> None:
+    """Raises: Invalid if the job cannot be paused."""
+    if job.state == State.COMMITTING:
+        raise Invalid(
+            f"job {job.job_id} is committing and cannot be paused",
+            hint=f"`lockstep kill {job.job_id}` can stop it",
+        )
+    if not State(job.state).live:
+        raise Invalid(f"job {job.job_id} is {job.state}: there is nothing to pause")
+
+
+def refuse_resume(job: JobHead) -> None:
+    """Raises: Invalid if the job cannot be resumed."""
+    if not State(job.state).live:
+        hint = f"`lockstep retry {job.job_id}` begins again" if job.state == State.FAILED else None
+        raise Invalid(f"job {job.job_id} is {job.state}: there is nothing to resume", hint=hint)
+
+
+def refuse_ended(job: JobHead) -> None:
+    """Raises: Fenced if the job takes nothing more."""
+    if not State(job.state).live:
+        raise Fenced(f"job {job.job_id} is {job.state}: nothing more is taken")
+
+
+def lost_lease(lease: Lease, found: tuple[str, int] | None) -> Fenced:
+    """Why `lease` is void, given the state and the epoch in which its task was found."""
+    where = f"task {lease.index} of job {lease.job_id}"
+    if found is None:
+        return Fenced(f"{where} is no longer in the store")
+    state, epoch = found
+    if epoch > lease.epoch:
+        return Fenced(f"{where} was taken by a newer attempt (epoch {epoch}, this one has {lease.epoch})")
+    return Fenced(f"{where} is {state}: the lease with epoch {lease.epoch} is void")
+
+
+def late_copy(job_id: str, index: int, rows: int) -> Fenced:
+    return Fenced(
+        f"task {index} of job {job_id}: a later checkpoint than this one, of {rows} rows, is recorded"
+    )
+
+
+def how_it_ended(snapshot_id: int | None, error: ErrorInfo | None) -> str:
+    """The detail of a history entry."""
+    if error is not None:
+        return f"{error.cls}: {error.message}"
+    return "" if snapshot_id is None else f"snapshot {snapshot_id}"
+
+
+# The manifest
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Staged files ready to be stored: packed outside the transaction, to keep that one short."""
+
+    position: str
+    digest: str
+    packed: Sequence[bytes]
+    files: int
+    fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, position: Position, staged: Sequence[StagedFile], files_per_chunk: int) -> Batch:
+        where = dumps(position)
+        digest = hashlib.sha256(where.encode())
+        packed = []
+        total = Fingerprint()
+        for start in range(0, len(staged), files_per_chunk):
+            text = dumps([file.to_json() for file in staged[start : start + files_per_chunk]]).encode()
+            digest.update(text)
+            packed.append(zlib.compress(text))
+        for file in staged:
+            total += file.fingerprint
+        return cls(where, digest.hexdigest(), packed, len(staged), total)
+
+
+def unpacked(job_id: str, stage: str, index: int, packed: bytes) -> list[StagedFile]:
+    """Raises: Corrupt if the chunk is damaged."""
+    try:
+        return [StagedFile.from_json(raw) for raw in json.loads(zlib.decompress(packed))]
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise Corrupt(
+            f"the manifest of job {job_id}, stage {stage}, task {index} is damaged ({error!r})",
+            hint="kill the job and export again",
+        ) from error
+
+
+def short_manifest(job_id: str, stage: str, seen: int, expected: int) -> Corrupt:
+    return Corrupt(
+        f"the manifest of job {job_id}, stage {stage}, lists {seen} files; {expected} were checkpointed",
+        hint="records of the store were deleted: kill the job and export again",
+    )

@@ -1,0 +1,492 @@
+"""The verbs of the ZooKeeper store that run tasks, from begin to finish, and the manifest that they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from lockstep.errors import ErrorInfo, Fenced, NoSuchJob
+from lockstep.job import (
+    Event,
+    Job,
+    Lease,
+    Position,
+    Progress,
+    StagedFile,
+    State,
+    TaskSpec,
+    TaskState,
+    Verdict,
+)
+from lockstep.runtime import new_id
+from lockstep.store import Begun
+from lockstep.store.rules import (
+    Batch,
+    late_copy,
+    lost_lease,
+    refuse_ended,
+    short_manifest,
+    unpacked,
+)
+from lockstep.store.zookeeper_edit import Edit, Ghost, Seen
+from lockstep.store.zookeeper_layout import (
+    PAGE,
+    Entry,
+    Page,
+    Record,
+    encoded_specs,
+    error_json,
+    fingerprint_of,
+    id_listed,
+    in_parts,
+    quoted,
+)
+from lockstep.store.zookeeper_records import Records
+from lockstep.store.zookeeper_session import MOST_BYTES, Lost, Moved, Writes
+
+_CHUNKS_AT_ONCE: Final = 128
+_IN_ONE_TRANSACTION_BYTES: Final = 400_000
+
+T = TypeVar("T")
+
+
+class TaskVerbs(Records):
+    def begin(self, lease: Lease, lease_s: float) -> Begun:
+        def decide(edit: Edit) -> Begun:
+            record = edit.record
+            refuse_ended(record)
+            if record.state not in (State.PENDING, State.RUNNING):
+                raise Fenced(f"job {record.job_id} is {record.state}: no attempt may begin")
+            entry = _entry(edit, lease)
+            held = entry.state is TaskState.LEASED and entry.owner == lease.worker
+            if not held or entry.epoch < lease.epoch:
+                raise lost_lease(lease, (entry.state, entry.epoch))
+            begun = replace(
+                entry,
+                epoch=entry.epoch + 1,
+                attempts=entry.attempts + 1,
+                free_at=edit.now + lease_s,
+                started_at=edit.now if entry.started_at is None else entry.started_at,
+                ahead_rows=0,
+                ahead_bytes=0,
+            )
+            edit.put(lease.index, begun)
+            edit.run(lease.worker)
+            edit.add(attempts=1, ahead_rows=-entry.ahead_rows, ahead_bytes=-entry.ahead_bytes)
+            position = None if entry.position is None else json.loads(entry.position)
+            newest = replace(lease, epoch=begun.epoch)
+            return Begun(newest, position, entry.saved_rows, entry.saved_bytes)
+
+        return self._write_task(lease, decide)
+
+    def checkpoint(
+        self,
+        lease: Lease,
+        position: Position,
+        staged: Sequence[StagedFile],
+        progress: Progress,
+        lease_s: float,
+    ) -> Verdict:
+        manifest = _Manifest(self, lease, position, staged)
+
+        def decide(edit: Edit) -> Verdict:
+            refuse_ended(edit.record)
+            entry = _held(edit, lease)
+            if edit.record.state != State.PAUSED:
+                edit.run(lease.worker)
+            saved = manifest.store(edit, entry, progress)
+            edit.put(lease.index, replace(saved, free_at=edit.now + lease_s))
+            return _verdict(edit.record)
+
+        return self._write_task(lease, decide)
+
+    def finish(
+        self, lease: Lease, position: Position, staged: Sequence[StagedFile], progress: Progress
+    ) -> None:
+        manifest = _Manifest(self, lease, position, staged)
+
+        def decide(edit: Edit) -> None:
+            if _finished_so(edit, lease, manifest.batch):
+                return
+            refuse_ended(edit.record)
+            entry = _held(edit, lease)
+            saved = manifest.store(edit, entry, progress)
+            edit.put(lease.index, replace(saved, state=TaskState.DONE, free_at=0.0, owner=None, error=None))
+            edit.add(tasks_done=1)
+            edit.commit_if_done(lease.worker)
+            if edit.record.state != State.PAUSED:
+                edit.run(lease.worker)
+
+        self._write_task(lease, decide)
+
+    def fail(self, lease: Lease, error: ErrorInfo, retry_in_s: float | None) -> None:
+        def decide(edit: Edit) -> None:
+            if _failed_so(edit, lease, error):
+                return
+            refuse_ended(edit.record)
+            entry = _held(edit, lease)
+            state = TaskState.FAILED if retry_in_s is None else TaskState.WAITING
+            free_at = 0.0 if retry_in_s is None else edit.now + retry_in_s
+            edit.put(
+                lease.index, replace(entry.free(), state=state, free_at=free_at, error=error_json(error))
+            )
+            edit.add(ahead_rows=-entry.ahead_rows, ahead_bytes=-entry.ahead_bytes)
+            attempt = f"task {lease.index} of {lease.stage}, attempt {entry.attempts}"
+            what = f"{attempt}: {error.cls}: {error.message}"
+            if retry_in_s is None:
+                whole = error_json(replace(error, task=lease.index))
+                edit.move(Event.FAIL, detail=what, worker=lease.worker, error=whole)
+            else:
+                edit.note("task_failed", f"{what}; again in {retry_in_s:.1f} s", lease.worker)
+
+        self._write_task(lease, decide)
+
+    def release(self, lease: Lease) -> None:
+        def decide(edit: Edit) -> None:
+            entry = _held(edit, lease)
+            edit.put(lease.index, entry.free())
+            edit.add(ahead_rows=-entry.ahead_rows, ahead_bytes=-entry.ahead_bytes)
+
+        try:
+            self._write_task(lease, decide)
+        except Fenced:
+            return
+
+    def heartbeat(self, held: Mapping[Lease, Progress], lease_s: float) -> dict[Lease, Verdict]:
+        """One transaction for each job."""
+        verdicts = dict.fromkeys(held, Verdict.STOP)
+        for job_id in sorted({lease.job_id for lease in held}):
+            mine = {lease: progress for lease, progress in held.items() if lease.job_id == job_id}
+            verdicts.update(self._heartbeat(job_id, mine, lease_s))
+        return verdicts
+
+    def _heartbeat(self, job_id: str, held: Mapping[Lease, Progress], lease_s: float) -> dict[Lease, Verdict]:
+        """Extend those of one job that are still held; the others are left out of the answer."""
+
+        def decide(edit: Edit) -> dict[Lease, Verdict]:
+            verdicts: dict[Lease, Verdict] = {}
+            for lease, progress in held.items():
+                try:
+                    entry = _held(edit, lease)
+                except Fenced:
+                    continue
+                rows = max(0, progress.rows - entry.saved_rows)
+                size_bytes = max(0, progress.size_bytes - entry.saved_bytes)
+                edit.put(
+                    lease.index,
+                    replace(entry, free_at=edit.now + lease_s, ahead_rows=rows, ahead_bytes=size_bytes),
+                )
+                edit.add(ahead_rows=rows - entry.ahead_rows, ahead_bytes=size_bytes - entry.ahead_bytes)
+                verdicts[lease] = _verdict(edit.record)
+            # One that seems lost in what was seen last may be held by now: look again.
+            if edit.cached and len(verdicts) < len(held):
+                raise Fenced(f"leases of job {job_id} are lost")
+            return verdicts
+
+        try:
+            return self._write(job_id, decide)[0]
+        except NoSuchJob:
+            return {}
+
+    def abandon(self, worker: str) -> None:
+        """One transaction for each job."""
+        states = (State.PENDING, State.RUNNING, State.PAUSED, State.COMMITTING)
+        names = self._session.children_many([self._layout.states(state) for state in states])
+        for record in self._readable(id_listed(name) for some in names for name in some):
+            if record.commit_owner == worker or any(about[0] for about in record.open.values()):
+                try:
+                    self._write(record.job_id, lambda edit: _abandon(edit, worker))
+                except NoSuchJob:
+                    continue
+
+    def advance(self, job_id: str, stage: str, next_stage: str, tasks: Sequence[TaskSpec]) -> Job:
+        place: list[str] = []
+
+        def decide(edit: Edit) -> None:
+            record = edit.record
+            if record.stage == next_stage:
+                return
+            _refuse_advance(record, stage, next_stage)
+            if not place:
+                place.append(self._add_stage(record.body, next_stage, tasks))
+            edit.run(None)
+            edit.change(
+                stage=next_stage,
+                place=place[0],
+                past={**record.past, stage: [record.tasks_total, record.files, record.place]},
+                tasks_total=len(tasks),
+                **dict.fromkeys(("tasks_done", "saved_rows", "saved_bytes", "ahead_rows", "ahead_bytes"), 0),
+                files=0,
+                fresh=0,
+                fingerprint=None,
+                open={},
+            )
+            edit.note("advance", f"{stage} → {next_stage}, {len(tasks)} tasks")
+            edit.commit_if_done()
+
+        return self._job(self._write(job_id, decide)[1])
+
+    # Shared steps
+
+    def _write_task(self, lease: Lease, decide: Callable[[Edit], T]) -> T:
+        """Raises: Fenced if the job or its records are gone, and as `decide` does."""
+        try:
+            return self._write(lease.job_id, decide)[0]
+        except NoSuchJob as error:
+            raise Fenced(f"job {lease.job_id} is no longer in the store") from error
+
+    def _add_stage(self, body: str, stage: str, specs: Sequence[TaskSpec]) -> str:
+        """Write the descriptors of a stage's tasks, which nobody sees before the record names the place."""
+        place = f"{quoted(stage)}~{new_id()[-12:]}"
+        nodes = [(self._layout.stage(body, place), b"")]
+        nodes += [(f"{self._layout.stage(body, place)}/{name}", b"") for name in ("specs", "pages", "files")]
+        for number, start in enumerate(range(0, len(specs), PAGE)):
+            blob = encoded_specs(specs[start : start + PAGE])
+            nodes += in_parts(self._layout.specs(body, place, number), blob)
+            nodes.append((f"{self._layout.stage(body, place)}/files/{number}", b""))
+        self._write_ahead(nodes)
+        return place
+
+    def _write_ahead(self, nodes: Sequence[tuple[str, bytes]]) -> None:
+        """Create nodes that nothing refers to yet, many in one transaction; one that is there is left so.
+
+        Their names belong to this attempt alone, so what is there came from a request whose reply got lost.
+        """
+        writes = Writes()
+        for path, data in nodes:
+            if writes.steps and (writes.size_bytes + len(data) > MOST_BYTES or len(writes.steps) >= 500):
+                self._create_all(writes)
+                writes = Writes()
+            writes.create(path, data)
+        if writes.steps:
+            self._create_all(writes)
+
+    def _create_all(self, writes: Writes) -> None:
+        for _ in range(3):
+            try:
+                self._session.commit(writes)
+                return
+            except (Lost, Moved):
+                paths = [step[1] for step in writes.steps]
+                there = self._session.get_many(paths)
+                missing = Writes()
+                for (_, path, data, _), node in zip(writes.steps, there, strict=True):
+                    if node is None:
+                        missing.create(path, data)
+                if not missing.steps:
+                    return
+                writes = missing
+        raise Lost("nodes could not be written")
+
+    # The manifest
+
+    def manifest(self, job_id: str, stage: str) -> Iterator[StagedFile]:
+        """Streams; raises Corrupt if fewer files are stored than were checkpointed."""
+        record = self._record(job_id)
+        begun, expected, place = record.begun(stage)
+        seen = 0
+        window: list[tuple[int, str]] = []
+        for index, path in self._chunk_paths(record, place, begun):
+            window.append((index, path))
+            if len(window) >= _CHUNKS_AT_ONCE:
+                for file in self._files_in(job_id, stage, window):
+                    seen += 1
+                    yield file
+                window = []
+        for file in self._files_in(job_id, stage, window):
+            seen += 1
+            yield file
+        if seen < expected:
+            raise short_manifest(job_id, stage, seen, expected)
+
+    def _chunk_paths(self, record: Record, place: str, begun: int) -> Iterator[tuple[int, str]]:
+        for page in self._pages(record, place, begun):
+            for index, entry in page.touched():
+                for epoch, first, count in entry.chunks:
+                    for seq in range(first, first + count):
+                        yield index, self._layout.chunk(record.body, place, index, epoch, seq)
+
+    def _pages(self, record: Record, place: str, begun: int) -> Iterator[Page]:
+        """The pages of all tasks of a stage that were ever claimed; those that are missing are left out."""
+        numbers = range((begun + PAGE - 1) // PAGE)
+        for start in range(0, len(numbers), _CHUNKS_AT_ONCE):
+            some = numbers[start : start + _CHUNKS_AT_ONCE]
+            seen = Seen(replace(record, place=place), -1)
+            self._load_pages([(seen, number) for number in some])
+            for number in some:
+                if number in seen.pages:
+                    yield seen.pages[number][0]
+
+    def _files_in(self, job_id: str, stage: str, chunks: Sequence[tuple[int, str]]) -> Iterator[StagedFile]:
+        nodes = self._session.get_many([path for _, path in chunks])
+        for (index, _), node in zip(chunks, nodes, strict=True):
+            if node is not None:
+                yield from unpacked(job_id, stage, index, node.data)
+
+
+class _Manifest:
+    """The files of one checkpoint on their way into the store."""
+
+    def __init__(
+        self, verbs: TaskVerbs, lease: Lease, position: Position, staged: Sequence[StagedFile]
+    ) -> None:
+        self._verbs = verbs
+        self._lease = lease
+        self._written: list[int] | None = None
+        for files_per_chunk in (100, 10, 1):
+            self.batch = Batch.of(position, staged, files_per_chunk)
+            if all(len(chunk) <= MOST_BYTES for chunk in self.batch.packed):
+                break
+
+    def store(self, edit: Edit, entry: Entry, progress: Progress) -> Entry:
+        """Add the new chunks and the counters; answer the task with its checkpoint.
+
+        The same files again in the same epoch add nothing.
+        Raises: Fenced if a later checkpoint of this attempt is there: this is a late copy of an earlier one.
+        """
+        batch, record = self.batch, edit.record
+        if entry.saved_epoch == entry.epoch:
+            if entry.saved_digest == batch.digest:
+                return entry
+            if progress.rows < entry.saved_rows or progress.size_bytes < entry.saved_bytes:
+                raise late_copy(record.job_id, self._lease.index, progress.rows)
+        edit.add(
+            saved_rows=progress.rows - entry.saved_rows,
+            saved_bytes=progress.size_bytes - entry.saved_bytes,
+            ahead_rows=-entry.ahead_rows,
+            ahead_bytes=-entry.ahead_bytes,
+            files=batch.files,
+        )
+        if batch.files and record.stage == record.last_stage:
+            edit.change(fingerprint=(fingerprint_of(record) + batch.fingerprint).to_json())
+        return replace(
+            entry,
+            position=batch.position,
+            ahead_rows=0,
+            ahead_bytes=0,
+            saved_rows=progress.rows,
+            saved_bytes=progress.size_bytes,
+            saved_epoch=entry.epoch,
+            saved_digest=batch.digest,
+            files=entry.files + batch.files,
+            chunks=_with_run(entry.chunks, self._place(edit, entry)) if batch.packed else entry.chunks,
+        )
+
+    def _place(self, edit: Edit, entry: Entry) -> list[int]:
+        """Add the chunks to the transaction or, if they are too large for it, write them ahead of it."""
+        if self._written is not None:
+            return self._written
+        packed = self.batch.packed
+        last = entry.chunks[-1] if entry.chunks else (0, 0, 0)
+        first = last[1] + last[2] if last[0] == entry.epoch else 0
+        large = sum(map(len, packed)) > _IN_ONE_TRANSACTION_BYTES
+        if large or not edit.cached:
+            first = self._beyond_leftovers(edit.record, entry.epoch, first)
+        nodes = list(zip(self._paths(edit.record, entry.epoch, first), packed, strict=True))
+        run = [entry.epoch, first, len(packed)]
+        if large:
+            self._verbs._write_ahead(nodes)
+            self._written = run
+        else:
+            edit.chunks += nodes
+        return run
+
+    def _beyond_leftovers(self, record: Record, epoch: int, first: int) -> int:
+        """An earlier try of this attempt may have left chunks that nothing refers to."""
+        while True:
+            nodes = self._verbs._session.get_many(self._paths(record, epoch, first))
+            taken = [offset for offset, node in enumerate(nodes) if node is not None]
+            if not taken:
+                return first
+            first += taken[-1] + 1
+
+    def _paths(self, record: Record, epoch: int, first: int) -> list[str]:
+        layout, index = self._verbs._layout, self._lease.index
+        return [
+            layout.chunk(record.body, record.place, index, epoch, first + offset)
+            for offset in range(len(self.batch.packed))
+        ]
+
+
+def _with_run(runs: Sequence[Sequence[int]], run: Sequence[int]) -> list[Sequence[int]]:
+    if runs and runs[-1][0] == run[0] and runs[-1][1] + runs[-1][2] == run[1]:
+        return [*runs[:-1], [run[0], runs[-1][1], runs[-1][2] + run[2]]]
+    return [*runs, run]
+
+
+def _entry(edit: Edit, lease: Lease) -> Entry:
+    """The task of a lease in the current stage. Raises: Fenced if it is not there."""
+    record = edit.record
+    if lease.stage != record.stage or not 0 <= lease.index < record.fresh:
+        raise lost_lease(lease, None)
+    try:
+        page = edit.page(lease.index // PAGE)
+    except Ghost as error:
+        raise lost_lease(lease, None) from error
+    return page.entry(lease.index)
+
+
+def _held(edit: Edit, lease: Lease) -> Entry:
+    """The task of a lease that is still the newest. Raises: Fenced if it is not."""
+    entry = _entry(edit, lease)
+    if entry.state is not TaskState.LEASED or entry.epoch != lease.epoch:
+        raise lost_lease(lease, (entry.state, entry.epoch))
+    return entry
+
+
+def _finished_so(edit: Edit, lease: Lease, batch: Batch) -> bool:
+    """True if this very finish was recorded before: its reply got lost."""
+    if lease.stage in edit.record.past:
+        past = edit.past_entry(lease.stage, lease.index)
+        return past is not None and past.epoch == lease.epoch and past.saved_digest == batch.digest
+    try:
+        entry = _entry(edit, lease)
+    except Fenced:
+        return False
+    same = entry.epoch == lease.epoch and entry.saved_digest == batch.digest
+    return entry.state is TaskState.DONE and same
+
+
+def _failed_so(edit: Edit, lease: Lease, error: ErrorInfo) -> bool:
+    """True if this very failure was recorded before: its reply got lost."""
+    try:
+        entry = _entry(edit, lease)
+    except Fenced:
+        return False
+    given_back = entry.state in (TaskState.WAITING, TaskState.FAILED)
+    return given_back and entry.epoch == lease.epoch and entry.error == error_json(error)
+
+
+def _abandon(edit: Edit, worker: str) -> None:
+    record = edit.record
+    if record.state == State.COMMITTING and record.commit_owner == worker:
+        if record.commit_free_at > edit.now:
+            edit.change(commit_free_at=edit.now)
+        return
+    for number, about in record.open.items():
+        if not about[0]:
+            continue
+        try:
+            leased = list(edit.page(int(number)).open())
+        except Ghost:
+            continue
+        for index, entry in leased:
+            if entry.state is TaskState.LEASED and entry.owner == worker and entry.free_at > edit.now:
+                edit.put(index, replace(entry, free_at=edit.now))
+
+
+def _refuse_advance(record: Record, stage: str, next_stage: str) -> None:
+    if record.stage != stage or record.state not in (State.PENDING, State.RUNNING):
+        where = f"{record.state} in stage {record.stage}"
+        raise Fenced(f"job {record.job_id} is {where}: it cannot go on to {next_stage}")
+    if record.tasks_done != record.tasks_total:
+        raise Fenced(
+            f"job {record.job_id} has {record.tasks_total - record.tasks_done} open tasks in stage {stage}: "
+            f"it cannot go on to {next_stage}"
+        )
+
+
+def _verdict(record: Record) -> Verdict:
+    return Verdict.PAUSE if record.state == State.PAUSED else Verdict.GO_ON
