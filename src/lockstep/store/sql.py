@@ -7,21 +7,21 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, select, true, update
 
-from lockstep.errors import Conflict, ErrorInfo, Invalid, NoSuchJob
+from lockstep.errors import ErrorInfo, Invalid, NoSuchJob
 from lockstep.job import (
     Event,
     HistoryEntry,
     Holding,
     Job,
     NewJob,
-    Piece,
     State,
     Task,
     TaskState,
     after,
     commit_id,
 )
-from lockstep.runtime import SYSTEM_CLOCK, Clock, rfc3339
+from lockstep.runtime import SYSTEM_CLOCK, Clock
+from lockstep.store.rules import conflict
 from lockstep.store.sql_claim import ClaimVerb
 from lockstep.store.sql_commit import CommitVerbs
 from lockstep.store.sql_database import insert_if_absent, open_database, verb
@@ -104,7 +104,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
             piece = None if theirs is None else holding.overlap(theirs)
             # What cannot be read may hold these rows: only exactly-once is more important than going on.
             if piece is not None or theirs is None:
-                raise _conflict(refused, piece, holding, other)
+                raise conflict(refused, piece, holding, other)
 
     # Reading
 
@@ -342,23 +342,3 @@ def _holding_of(other: Row[Any]) -> Holding | None:
         return as_holding(other.holding)
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _conflict(refused: str, piece: Piece | None, holding: Holding, other: Row[Any]) -> Conflict:
-    what = f"part {piece.name}" if piece is not None and not holding.whole else "it"
-    show = f"`lockstep show {other.job_id}`"
-    if other.state == State.COMPLETED:
-        return Conflict(
-            f"{refused}: {what} was exported by job {other.job_id}, "
-            f"{other.state} since {rfc3339(other.finished_at)}",
-            job_id=other.job_id,
-            hint="--on-existing skip leaves it out, append adds the rows again, replace puts the new rows in "
-            f"place of the old; {show} shows that job",
-        )
-    return Conflict(
-        f"{refused}: {what} is held by job {other.job_id}, {other.state}, "
-        f"created {rfc3339(other.created_at)}",
-        job_id=other.job_id,
-        hint="--on-existing skip leaves it out, replace stops that job and takes its place; "
-        f"{show} shows that job",
-    )

@@ -11,11 +11,11 @@ from sqlalchemy import Connection, bindparam, select, true
 from lockstep.errors import ErrorInfo, Fenced, Invalid, LockstepError, NoSuchJob
 from lockstep.job import PLAN_FORMAT, CommitLease, Event, Job, State, after
 from lockstep.store import CommitClaim
+from lockstep.store.rules import ENDS, how_it_ended
 from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import IS_COMMITTING, JobRow, Records, error_text
 from lockstep.store.sql_schema import jobs
 
-_ENDS: Final = frozenset({Event.COMMITTED, Event.FAIL, Event.KILL})
 _READY: Final = (
     select(jobs.c.job_id)
     .where(
@@ -90,8 +90,8 @@ class CommitVerbs(Records):
         snapshot_id: int | None = None,
         error: ErrorInfo | None = None,
     ) -> Job:
-        if event not in _ENDS:
-            raise Invalid(f"a commit ends with {', '.join(sorted(_ENDS))}; not with {event}")
+        if event not in ENDS:
+            raise Invalid(f"a commit ends with {', '.join(sorted(ENDS))}; not with {event}")
         with self._db.write() as conn:
             job = self._lock(conn, lease.job_id)
             current = (job.generation, job.commit_epoch) == (lease.generation, lease.epoch)
@@ -102,7 +102,7 @@ class CommitVerbs(Records):
                 conn,
                 job,
                 event,
-                detail=_detail(snapshot_id, error),
+                detail=how_it_ended(snapshot_id, error),
                 worker=lease.worker,
                 snapshot_id=snapshot_id,
                 error=error_text(error),
@@ -137,9 +137,3 @@ class CommitVerbs(Records):
             self._note(
                 conn, self._swap(conn, row, {"holds": False}), "superseded", now, f"replaced by job {job_id}"
             )
-
-
-def _detail(snapshot_id: int | None, error: ErrorInfo | None) -> str:
-    if error is not None:
-        return f"{error.cls}: {error.message}"
-    return "" if snapshot_id is None else f"snapshot {snapshot_id}"

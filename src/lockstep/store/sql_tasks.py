@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, tuple_, update
@@ -14,7 +12,6 @@ from sqlalchemy import Connection, Row, bindparam, func, insert, select, tuple_,
 from lockstep.errors import Corrupt, ErrorInfo, Fenced, Retryable
 from lockstep.job import (
     Event,
-    Fingerprint,
     Job,
     Lease,
     Position,
@@ -26,6 +23,7 @@ from lockstep.job import (
     Verdict,
 )
 from lockstep.store import Begun
+from lockstep.store.rules import Batch, lost_lease, unpacked
 from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import (
     IS_COMMITTING,
@@ -77,31 +75,6 @@ _ABANDON_TASKS: Final = (
 )
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Staged files ready to be stored: packed outside the transaction, to keep that one short."""
-
-    position: str
-    digest: str
-    packed: Sequence[bytes]
-    files: int
-    fingerprint: Fingerprint
-
-    @classmethod
-    def of(cls, position: Position, staged: Sequence[StagedFile]) -> _Batch:
-        where = dumps(position)
-        digest = hashlib.sha256(where.encode())
-        packed = []
-        total = Fingerprint()
-        for start in range(0, len(staged), FILES_PER_CHUNK):
-            text = dumps([file.to_json() for file in staged[start : start + FILES_PER_CHUNK]]).encode()
-            digest.update(text)
-            packed.append(zlib.compress(text))
-        for file in staged:
-            total += file.fingerprint
-        return cls(where, digest.hexdigest(), packed, len(staged), total)
-
-
 class TaskVerbs(Records):
     @verb
     def begin(self, lease: Lease, lease_s: float) -> Begun:
@@ -142,7 +115,7 @@ class TaskVerbs(Records):
         progress: Progress,
         lease_s: float,
     ) -> Verdict:
-        batch = _Batch.of(position, staged)
+        batch = Batch.of(position, staged, FILES_PER_CHUNK)
         with self._db.write() as conn:
             job, found = self._job_and_task(conn, lease)
             _refuse_ended(job)
@@ -159,7 +132,7 @@ class TaskVerbs(Records):
     def finish(
         self, lease: Lease, position: Position, staged: Sequence[StagedFile], progress: Progress
     ) -> None:
-        batch = _Batch.of(position, staged)
+        batch = Batch.of(position, staged, FILES_PER_CHUNK)
         with self._db.write() as conn:
             job, found = self._job_and_task(conn, lease)
             if _finished_so(found, lease, batch):
@@ -314,7 +287,7 @@ class TaskVerbs(Records):
         return _held(self._task_row(conn, lease.job_id, lease.stage, lease.index), lease)
 
     def _store(
-        self, conn: Connection, job: JobRow, task: Row[Any], batch: _Batch, progress: Progress
+        self, conn: Connection, job: JobRow, task: Row[Any], batch: Batch, progress: Progress
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Insert the manifest's new chunks; answer what changes in the task's and in the job's row.
 
@@ -386,7 +359,7 @@ class TaskVerbs(Records):
         while True:
             page = self._chunks_after(job_id, stage, place)
             for row in page:
-                for file in _unpacked(job_id, stage, row):
+                for file in unpacked(job_id, stage, row.idx, row.files):
                     seen += 1
                     yield file
             if len(page) < _CHUNKS_PER_QUERY:
@@ -415,16 +388,6 @@ class TaskVerbs(Records):
             return conn.execute(_CHUNKS_AFTER, about).all()
 
 
-def _unpacked(job_id: str, stage: str, row: Row[Any, Any, Any]) -> list[StagedFile]:
-    try:
-        return [StagedFile.from_json(raw) for raw in json.loads(zlib.decompress(row.files))]
-    except (zlib.error, ValueError, KeyError, TypeError) as error:
-        raise Corrupt(
-            f"the manifest of job {job_id}, stage {stage}, task {row.idx} is damaged ({error!r})",
-            hint="kill the job and export again",
-        ) from error
-
-
 def _refuse_ended(job: JobRow) -> None:
     if not State(job.state).live:
         raise Fenced(f"job {job.job_id} is {job.state}: nothing more is taken")
@@ -441,7 +404,7 @@ def _held(task: Row[Any] | None, lease: Lease) -> Row[Any]:
     return task
 
 
-def _finished_so(task: Row[Any] | None, lease: Lease, batch: _Batch) -> bool:
+def _finished_so(task: Row[Any] | None, lease: Lease, batch: Batch) -> bool:
     """True if this very finish was recorded before: its reply got lost."""
     return (
         task is not None
@@ -462,11 +425,4 @@ def _failed_so(task: Row[Any] | None, lease: Lease, error: ErrorInfo) -> bool:
 
 
 def _fenced(lease: Lease, task: Row[Any] | None) -> Fenced:
-    where = f"task {lease.index} of job {lease.job_id}"
-    if task is None:
-        return Fenced(f"{where} is no longer in the store")
-    if task.epoch > lease.epoch:
-        return Fenced(
-            f"{where} was taken by a newer attempt (epoch {task.epoch}, this one has {lease.epoch})"
-        )
-    return Fenced(f"{where} is {task.state}: the lease with epoch {lease.epoch} is void")
+    return lost_lease(lease, None if task is None else (task.state, task.epoch))

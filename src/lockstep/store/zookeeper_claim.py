@@ -166,7 +166,13 @@ def _lease(records: Records, edit: Edit, index: int, worker: str, lease_s: float
         raise Ghost(f"task {index}")
     entry = edit.entry(index)
     leased = replace(
-        entry.free(), state=TaskState.LEASED, epoch=entry.epoch + 1, owner=worker, free_at=edit.now + lease_s
+        entry.free(),
+        state=TaskState.LEASED,
+        epoch=entry.epoch + 1,
+        owner=worker,
+        free_at=edit.now + lease_s,
+        # After a lease that ran out the task's deadline begins anew: the time since then is not the task's.
+        started_at=None if entry.state is TaskState.LEASED else entry.started_at,
     )
     edit.put(index, leased)
     edit.change(

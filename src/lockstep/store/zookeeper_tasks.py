@@ -143,11 +143,17 @@ class TaskVerbs(Records):
 
         self._write_task(lease, decide)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, unspent: bool = False) -> None:
         def decide(edit: Edit) -> None:
             entry = _held(edit, lease)
-            edit.put(lease.index, entry.free())
-            edit.add(ahead_rows=-entry.ahead_rows, ahead_bytes=-entry.ahead_bytes)
+            refund = 1 if unspent and entry.attempts else 0
+            freed = replace(
+                entry.free(),
+                attempts=entry.attempts - refund,
+                started_at=None if unspent else entry.started_at,
+            )
+            edit.put(lease.index, freed)
+            edit.add(attempts=-refund, ahead_rows=-entry.ahead_rows, ahead_bytes=-entry.ahead_bytes)
 
         try:
             self._write_task(lease, decide)
