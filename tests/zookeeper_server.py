@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +36,7 @@ class ZooKeeperServer:
             f"dataDir={folder / 'data'}\n"
             f"clientPort={self.port}\nclientPortAddress=127.0.0.1\n"
             "tickTime=1000\nmaxClientCnxns=0\nadmin.enableServer=false\n"
-            "4lw.commands.whitelist=ruok,mntr\n"
+            "4lw.commands.whitelist=mntr\n"
         )
 
     @property
@@ -86,10 +88,114 @@ class ZooKeeperServer:
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                connection.sendall(b"ruok")
-                return connection.recv(4) == b"imok"
+                # It says "imok" to "ruok" before it takes sessions; to "mntr" only afterwards.
+                connection.sendall(b"mntr")
+                return b"zk_server_state" in b"".join(iter(partial(connection.recv, 65536), b""))
         except OSError:
             return False
+
+
+class Cable:
+    """Stands between clients and a server. It can be cut, or lose the reply to the next transaction."""
+
+    MULTI: Final = 14
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.lose_replies = 0
+        """So many transactions are done by the server, and their replies never arrive."""
+        self.lost = 0
+        self.stuck = threading.Event()
+        """While it is set nothing passes, and no connection breaks."""
+        self._plugged = True
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def url(self, chroot: str) -> str:
+        return f"zookeeper://127.0.0.1:{self.port}/{chroot}"
+
+    def cut(self) -> None:
+        """Break all connections, and refuse new ones until `mend`."""
+        self._plugged = False
+        self._break()
+
+    def mend(self) -> None:
+        self._plugged = True
+
+    def close(self) -> None:
+        self._listener.close()
+        self._break()
+
+    def _break(self) -> None:
+        while self._open:
+            with suppress(OSError):
+                self._open.pop().shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                client.close()
+                continue
+            if not self._plugged:
+                client.close()
+                server.close()
+                continue
+            self._open += [client, server]
+            doomed = threading.Event()
+            threading.Thread(target=self._requests, args=(client, server, doomed), daemon=True).start()
+            threading.Thread(target=self._replies, args=(server, client, doomed), daemon=True).start()
+
+    def _requests(self, client: socket.socket, server: socket.socket, doomed: threading.Event) -> None:
+        first = True
+        with suppress(OSError, EOFError), client, server:
+            while True:
+                packet = _packet(client)
+                self._wait_while_stuck()
+                code = 0 if first else int.from_bytes(packet[8:12], "big")
+                first = False
+                if code == self.MULTI and self.lose_replies > 0:
+                    self.lose_replies -= 1
+                    self.lost += 1
+                    doomed.set()
+                server.sendall(packet)
+
+    def _replies(self, server: socket.socket, client: socket.socket, doomed: threading.Event) -> None:
+        with suppress(OSError, EOFError), client, server:
+            while True:
+                packet = _packet(server)
+                self._wait_while_stuck()
+                if doomed.is_set():
+                    client.shutdown(socket.SHUT_RDWR)
+                    return
+                client.sendall(packet)
+
+    def _wait_while_stuck(self) -> None:
+        while self.stuck.is_set():
+            time.sleep(0.01)
+
+
+def _packet(source: socket.socket) -> bytes:
+    """One message with its length in front."""
+    head = _exactly(source, 4)
+    return head + _exactly(source, int.from_bytes(head, "big"))
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        some = source.recv(size - len(found))
+        if not some:
+            raise EOFError
+        found += some
+    return found
 
 
 def _free_port() -> int:

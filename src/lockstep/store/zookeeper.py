@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -32,6 +32,7 @@ from lockstep.store.zookeeper_layout import (
     error_json,
     id_listed,
     in_parts,
+    listed,
     packed,
     quoted,
     unquoted,
@@ -120,28 +121,38 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
     def _create(self, jobs: Sequence[NewJob], bodies: dict[str, Record]) -> list[Job]:
         """Raises: Conflict; Moved or Lost, after which it may be tried again with the same bodies."""
         scopes = self._refuse_conflicts(jobs)
+        self._refuse_too_many(self._publication(jobs, scopes, map(self._first_record, jobs)))
         self._drop_marked(bodies)
         for new in jobs:
             if new.job_id not in bodies:
                 bodies[new.job_id] = self._write_body(new)
+        records = [bodies[new.job_id] for new in jobs]
+        self._session.commit(self._publication(jobs, scopes, records))
+        return self._jobs(records)
+
+    def _publication(
+        self, jobs: Sequence[NewJob], scopes: Mapping[str, Node | None], records: Iterable[Record]
+    ) -> Writes:
+        """What makes the jobs visible."""
         writes = Writes()
-        for new in jobs:
-            record = bodies[new.job_id]
+        for record in records:
             # Whoever cleans up marks a body before deleting it: a creator that slept is refused here.
             writes.check(self._layout.body(record.body), 0)
-            writes.create(self._layout.job(new.job_id), record.encoded())
+            writes.create(self._layout.job(record.job_id), record.encoded())
             for path in self._layout.indexes(record):
                 writes.create(path)
         for scope, node in scopes.items():
             come = [new.job_id for new in jobs if new.holding.scope == scope]
             self._change_scope(writes, scope, node, come=come)
-        if writes.size_bytes > _LARGEST_CREATE_BYTES:
+        return writes
+
+    def _refuse_too_many(self, publication: Writes) -> None:
+        # The names of bodies and places are not in it yet.
+        if publication.size_bytes + 100 * len(publication.steps) > _LARGEST_CREATE_BYTES:
             raise Invalid(
-                f"{len(jobs)} jobs at once are more than ZooKeeper takes in one transaction",
+                "these are more jobs at once than ZooKeeper takes in one transaction",
                 hint="export fewer partitions at a time, or use a job store on PostgreSQL",
             )
-        self._session.commit(writes)
-        return self._jobs([bodies[new.job_id] for new in jobs])
 
     def _refuse_conflicts(self, jobs: Sequence[NewJob]) -> dict[str, Node | None]:
         """The nodes of the scopes as they were looked at. Raises: Conflict."""
@@ -153,7 +164,7 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
                 nodes[scope], holders = self._holders(scope)
                 held[scope] = [(record, self._holding_of(record)) for record in holders]
             self._refuse_overlap(what_is_refused(new.plan), new.job_id, new.holding, new.beside, held[scope])
-            held[scope].append((self._first_record(new, ""), new.holding))
+            held[scope].append((self._first_record(new), new.holding))
         return nodes
 
     def _refuse_overlap(
@@ -179,7 +190,7 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
         except (Corrupt, Incompatible):
             return None
 
-    def _first_record(self, new: NewJob, body: str) -> Record:
+    def _first_record(self, new: NewJob, body: str = "") -> Record:
         stages = new.plan.stages
         now = self.now()
         done = not new.tasks
@@ -328,11 +339,25 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
         names = self._session.children(self._layout.pinned)
         return self._jobs(self._readable(map(id_listed, names)))
 
+    def _with_moving(self, names: list[str]) -> list[str]:
+        """A job that moves from state to state while they are listed may be in none of the listings."""
+        known = set(map(id_listed, names))
+        there = map(unquoted, self._session.children(self._layout.jobs))
+        missed = [job_id for job_id in there if job_id not in known]
+        if not missed:
+            return names
+        return sorted(
+            {*names, *(listed(record.created_at, record.job_id) for record in self._readable(missed))},
+            reverse=True,
+        )
+
     # Last in the class: after it, `list` is no longer the type for a type checker.
     def list(self, states: Collection[State] | None = None, limit: int | None = None) -> list[Job]:
         wanted = [state for state in State if states is None or state in states]
         listings = self._session.children_many([self._layout.states(state) for state in wanted])
         names = sorted({name for some in listings for name in some}, reverse=True)
+        if states is None:
+            names = self._with_moving(names)
         found: list[Job] = []
         step = 256 if limit is None else max(1, limit)
         for start in range(0, len(names), step):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from lockstep.errors import Invalid
 from lockstep.job import ENDED, Event, HistoryEntry, State, after
 from lockstep.store.zookeeper_layout import PAGE, Entry, Layout, Page, Record, encoded_note
 from lockstep.store.zookeeper_session import Node, Writes
+
+_PAGES_KEPT: Final = 64
 
 
 class Ghost(Exception):
@@ -21,6 +23,8 @@ class Seen:
 
     record: Record
     version: int
+    born: int = 0
+    """When the record was created, as ZooKeeper counts: an id may be used again after a deletion by hand."""
     pages: dict[int, tuple[Page, int]] = field(default_factory=dict)
 
 
@@ -212,4 +216,6 @@ class Edit:
         for number in self._touched:
             known = self.seen.pages.get(number)
             pages[number] = (self._pages[number], 0 if known is None else known[1] + 1)
-        return Seen(self.record, version, pages)
+        if len(pages) > _PAGES_KEPT:
+            pages = {number: page for number, page in pages.items() if str(number) in self.record.open}
+        return Seen(self.record, version, self.seen.born, pages)

@@ -33,8 +33,12 @@ class ExpireVerb(Records):
     def _expire(self, job_id: str, before: float) -> bool:
         """Forget one job, if it is still to be forgotten."""
         patience = Patience(f"job {job_id}")
+        unanswered: list[str] = []
         while True:
             [seen] = self._look_up([job_id])
+            if seen is None and unanswered:
+                self._drop_bodies(unanswered)
+                return True
             if seen is None or isinstance(seen, LockstepError) or not _is_due(seen.record, before):
                 return False
             record = seen.record
@@ -50,6 +54,8 @@ class ExpireVerb(Records):
             try:
                 self._session.commit(writes)
             except (Moved, Lost) as error:
+                if isinstance(error, Lost):
+                    unanswered = [record.body]
                 patience.after(error)
                 continue
             self._seen.forget(job_id)

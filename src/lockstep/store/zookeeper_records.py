@@ -136,13 +136,13 @@ class Records:
             self._seen.forget(job_id)
             return None
         known = self._seen.recall(job_id)
-        if known is not None and known.version == node.version:
+        if known is not None and (known.born, known.version) == (node.born, node.version):
             return known
         try:
-            seen = Seen(decoded_record(job_id, node.data), node.version)
+            seen = Seen(decoded_record(job_id, node.data), node.version, node.born)
         except Corrupt as error:
             return error
-        if known is None or known.version < node.version:
+        if known is None or (known.born, known.version) < (node.born, node.version):
             self._seen.keep(job_id, seen)
         return seen
 
@@ -287,9 +287,13 @@ class Records:
     def _decide_until_written(self, job_id: str, decide: Callable[[Edit], T]) -> tuple[T, Record]:
         patience = Patience(f"job {job_id}")
         known = self._seen.recall(job_id)
+        unanswered: dict[str, tuple[T, Record]] = {}
         while True:
             edit = Edit(self, known or self._look(job_id), cached=known is not None)
             known = None
+            if edit.record.last_write in unanswered:
+                # The reply got lost, not the request. It may even have arrived after we looked.
+                return unanswered[edit.record.last_write]
             try:
                 answer = decide(edit)
             except LockstepError:
@@ -303,14 +307,11 @@ class Records:
             try:
                 self._commit(edit)
             except (Moved, Lost) as error:
+                if isinstance(error, Lost):
+                    unanswered[edit.record.last_write] = (answer, edit.record)
                 patience.after(error)
-                if not isinstance(error, Lost) or not self._is_newest(edit.record):
-                    continue
+                continue
             return answer, edit.record
-
-    def _is_newest(self, record: Record) -> bool:
-        """True if a write whose reply got lost was done, and nobody has written since."""
-        return self._look(record.job_id).record.last_write == record.last_write
 
     def _commit(self, edit: Edit) -> None:
         """Write an edit, and those of other jobs that belong to it. Raises: Moved, Lost."""
@@ -326,10 +327,33 @@ class Records:
                 f"job {edit.record.job_id}: {writes.size_bytes} bytes at once are more than ZooKeeper takes",
                 hint="use a job store on PostgreSQL for jobs like this",
             )
-        versions = dict(zip((step[1] for step in writes.steps), self._session.commit(writes), strict=True))
+        try:
+            done = self._session.commit(writes)
+        except Moved as error:
+            if error.missing:
+                self._heal(writes)
+            raise
+        versions = dict(zip((step[1] for step in writes.steps), done, strict=True))
         for one in edits:
             version = versions[self._layout.job(one.record.job_id)]
             self._seen.keep(one.record.job_id, one.written(version))
+
+    def _heal(self, writes: Writes) -> None:
+        """Make folders again that were deleted by hand: a job must be stoppable whatever it has lost."""
+        wanted: set[str] = set()
+        for verb, path, _, _ in writes.steps:
+            while verb == "create" and (path := path.rpartition("/")[0]) != self._layout.root:
+                wanted.add(path)
+        folders = sorted(wanted)
+        missing = Writes()
+        for path, node in zip(folders, self._session.get_many(folders), strict=True):
+            if node is None:
+                missing.create(path)
+        if missing.steps:
+            try:
+                self._session.commit(missing)
+            except (Moved, Lost):
+                return  # somebody else does the same; the write is tried again anyway
 
     def _add_indexes(self, writes: Writes, edits: Sequence[Edit]) -> None:
         old, new = set[str](), set[str]()

@@ -28,11 +28,11 @@ except ImportError as error:
         hint="pip install 'lockstep[zookeeper]'",
     ) from error
 
-SESSION_S: Final = 10.0
-REPLY_S: Final = 15.0
-"""Longer than it takes kazoo to notice a connection that is half open (two thirds of the session)."""
-OUTAGE_S: Final = 10.0
-"""How long a verb waits for the connection to come back."""
+SESSION_S: Final = 6.0
+"""Nothing of ours ends with a session; a short one means that a dead connection is noticed soon (in 4 s)."""
+REPLY_S: Final = 8.0
+OUTAGE_S: Final = 15.0
+"""How long a verb waits for the connection to come back: more than one attempt to connect (6 s) takes."""
 REMEASURE_S: Final = 5.0
 """The server's time is measured anew when the last measurement is older."""
 WINDOW: Final = 256
@@ -71,6 +71,11 @@ T = TypeVar("T")
 class Moved(Exception):
     """A node is no longer as it was read: read again, decide again."""
 
+    def __init__(self, reason: str, *, missing: bool = False) -> None:
+        super().__init__(reason)
+        self.missing = missing
+        """True if a node, or the folder for a new one, was not there."""
+
 
 class Lost(Exception):
     """No reply: what was sent may have been done or not."""
@@ -80,7 +85,9 @@ class Lost(Exception):
 class Node:
     data: bytes
     version: int
-    created_at: float = 0.0
+    born: int
+    """The transaction that created it."""
+    created_at: float
     """By the server's clock."""
 
 
@@ -169,7 +176,7 @@ class Session:
         except KazooTimeoutError as error:
             client.stop()
             client.close()
-            raise self._away() from error
+            raise self.away() from error
         except _DENIED as error:
             client.stop()
             client.close()
@@ -250,7 +257,7 @@ class Session:
         # Those after and before the one that failed say only that the transaction was rolled back.
         for result in results:
             if isinstance(result, _MOVED):
-                raise Moved(str(result))
+                raise Moved(repr(result), missing=isinstance(result, kazoo_errors.NoNodeError))
             if isinstance(result, _DENIED):
                 raise self._denied(result)
         for result in results:
@@ -298,7 +305,9 @@ class Session:
         sent_at = self._clock.now()
         stat = self._settled(self._client.set_async(f"{self.address.root}/clock", b""), lambda found: found)
         if stat is None:
-            raise Invalid(f"{self.address} has no node clock: it was deleted by hand", hint="create it again")
+            # Deleted by hand; anybody may make it again.
+            self._settled(self._client.create_async(f"{self.address.root}/clock", makepath=True), None)
+            return self._measure()
         self._measured(sent_at, stat.mtime / 1000)
         return float(stat.mtime / 1000)
 
@@ -323,13 +332,13 @@ class Session:
                 return action()
             except Lost as error:
                 if SYSTEM_CLOCK.now() > deadline:
-                    raise self._away() from error
+                    raise self.away() from error
 
     def _await_connection(self) -> None:
         if self._closed:
             raise Invalid(f"the job store {self.address} was closed")
         if not self._up.wait(OUTAGE_S):
-            raise self._away()
+            raise self.away()
 
     def _settled(self, reply: Any, convert: Callable[[Any], T] | None) -> Any:
         """What came back; None for a node that is not there. Raises: Lost, Moved, Invalid."""
@@ -347,7 +356,7 @@ class Session:
             raise Retryable(f"the job store {self.address} failed: {error!r}") from error
         return found if convert is None else convert(found)
 
-    def _away(self) -> Retryable:
+    def away(self) -> Retryable:
         return Retryable(
             f"the job store {self.address} does not answer",
             hint="check that ZooKeeper runs and can be reached; what was recorded is kept",
@@ -362,4 +371,4 @@ class Session:
 
 def _as_node(found: Any) -> Node:
     data, stat = found
-    return Node(data or b"", stat.version, stat.ctime / 1000)
+    return Node(data or b"", stat.version, stat.czxid, stat.ctime / 1000)

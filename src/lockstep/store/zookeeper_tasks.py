@@ -47,6 +47,7 @@ from lockstep.store.zookeeper_records import Records
 from lockstep.store.zookeeper_session import MOST_BYTES, Lost, Moved, Writes
 
 _CHUNKS_AT_ONCE: Final = 128
+_TRIES: Final = 5
 _IN_ONE_TRANSACTION_BYTES: Final = 400_000
 
 T = TypeVar("T")
@@ -270,7 +271,7 @@ class TaskVerbs(Records):
             self._create_all(writes)
 
     def _create_all(self, writes: Writes) -> None:
-        for _ in range(3):
+        for _ in range(_TRIES):
             try:
                 self._session.commit(writes)
                 return
@@ -284,7 +285,7 @@ class TaskVerbs(Records):
                 if not missing.steps:
                     return
                 writes = missing
-        raise Lost("nodes could not be written")
+        raise self._session.away()
 
     # The manifest
 
