@@ -250,7 +250,7 @@ def test_each_verb_takes_effect_once_although_its_reply_is_lost(
         assert cable.lose_replies == 0
         cable.lose_replies = times
 
-    losing(3)
+    losing(2)
     wired.create([new_job("job1", 3), new_job("job2", 1)])
     losing()
     [claim] = wired.claim("w1", 1, LEASE_S, {"job1"})
@@ -288,7 +288,7 @@ def test_each_verb_takes_effect_once_although_its_reply_is_lost(
     wired.end(commit.lease, Event.COMMITTED, snapshot_id=5)
     losing()
     wired.released("job1")
-    assert cable.lost == 18
+    assert cable.lost == 17
     events = [entry.event for entry in store.history("job1")]
     assert {event: events.count(event) for event in ("create", "task_failed", "pause", "claim_commit")} == {
         "create": 1,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lockstep.errors import Corrupt, ErrorInfo, Incompatible, Invalid, LockstepError, NoSuchJob
+from lockstep.errors import Corrupt, ErrorInfo, Incompatible, Invalid, LockstepError
 from lockstep.job import Event, HistoryEntry, Holding, Job, NewJob, State, Task
 from lockstep.runtime import SYSTEM_CLOCK, Clock, new_id
 from lockstep.store.rules import (
@@ -96,7 +96,7 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
         bodies: dict[str, Record] = {}
         patience = Patience("the new jobs")
         while True:
-            known = [self._known(new) for new in jobs]
+            known = self._known(jobs)
             if all(known):
                 return [self.read(new.job_id) for new in jobs]
             if any(known):
@@ -109,23 +109,27 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
                 self._drop_bodies(record.body for record in bodies.values())
                 raise
 
-    def _known(self, new: NewJob) -> bool:
-        try:
-            found = self._record(new.job_id)
-        except NoSuchJob:
-            return False
-        if found.request_id != new.request_id:
-            raise Invalid(f"job id {new.job_id} is taken by another request: nothing was created")
-        return True
+    def _known(self, jobs: Sequence[NewJob]) -> list[bool]:
+        """Which of them are there already. Raises: Invalid if one is of another request."""
+        found = self._look_up([new.job_id for new in jobs])
+        for new, seen in zip(jobs, found, strict=True):
+            if isinstance(seen, LockstepError):
+                raise seen
+            if seen is not None and seen.record.request_id != new.request_id:
+                raise Invalid(f"job id {new.job_id} is taken by another request: nothing was created")
+        return [seen is not None for seen in found]
 
     def _create(self, jobs: Sequence[NewJob], bodies: dict[str, Record]) -> list[Job]:
         """Raises: Conflict; Moved or Lost, after which it may be tried again with the same bodies."""
         scopes = self._refuse_conflicts(jobs)
         self._refuse_too_many(self._publication(jobs, scopes, map(self._first_record, jobs)))
         self._drop_marked(bodies)
+        ahead: list[tuple[str, bytes]] = []
         for new in jobs:
             if new.job_id not in bodies:
-                bodies[new.job_id] = self._write_body(new)
+                bodies[new.job_id], nodes = self._body_nodes(new)
+                ahead += nodes
+        self._write_ahead(ahead)
         records = [bodies[new.job_id] for new in jobs]
         self._session.commit(self._publication(jobs, scopes, records))
         return self._jobs(records)
@@ -156,13 +160,14 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
 
     def _refuse_conflicts(self, jobs: Sequence[NewJob]) -> dict[str, Node | None]:
         """The nodes of the scopes as they were looked at. Raises: Conflict."""
-        nodes: dict[str, Node | None] = {}
+        scopes = list(dict.fromkeys(new.holding.scope for new in jobs))
+        found = self._session.get_many([self._layout.scope(scope) for scope in scopes])
+        nodes = dict(zip(scopes, found, strict=True))
         held: dict[str, list[tuple[Record, Holding | None]]] = {}
+        for scope, node in nodes.items():
+            held[scope] = [(record, self._holding_of(record)) for record in self._holders_in(scope, node)]
         for new in jobs:
             scope = new.holding.scope
-            if scope not in nodes:
-                nodes[scope], holders = self._holders(scope)
-                held[scope] = [(record, self._holding_of(record)) for record in holders]
             self._refuse_overlap(what_is_refused(new.plan), new.job_id, new.holding, new.beside, held[scope])
             held[scope].append((self._first_record(new), new.holding))
         return nodes
@@ -211,8 +216,8 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
             events=2 if done else 1,
         )
 
-    def _write_body(self, new: NewJob) -> Record:
-        """All of a job but its record. Until that is there, nobody sees it."""
+    def _body_nodes(self, new: NewJob) -> tuple[Record, list[tuple[str, bytes]]]:
+        """A job's record, and all else that belongs to it, which nobody sees until the record is there."""
         body = f"{quoted(new.job_id)}~{new_id()[-12:]}"
         record = self._first_record(new, body)
         frozen = Frozen(new.plan, new.holding, new.beside)
@@ -225,9 +230,8 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
         nodes += [(self._layout.history(body), b""), (f"{self._layout.body(body)}/stages", b"")]
         for number, entry in enumerate(notes[: record.events]):
             nodes.append((f"{self._layout.history(body)}/{number}", encoded_note(entry)))
-        self._write_ahead(nodes)
-        self._frozen.keep(body, frozen)
-        return replace(record, place=self._add_stage(body, record.stage, new.tasks))
+        place, of_stage = self._stage_nodes(body, record.stage, new.tasks)
+        return replace(record, place=place), nodes + of_stage
 
     # Reading
 

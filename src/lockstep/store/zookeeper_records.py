@@ -404,9 +404,11 @@ class Records:
 
     def _holders(self, scope: str) -> tuple[Node | None, list[Record]]:
         """The scope's node, and the jobs that hold rows of it, oldest first."""
-        path = self._layout.scope(scope)
-        node = self._session.get(path)
-        ids = _ids_in(path, node)
+        node = self._session.get(self._layout.scope(scope))
+        return node, self._holders_in(scope, node)
+
+    def _holders_in(self, scope: str, node: Node | None) -> list[Record]:
+        ids = _ids_in(self._layout.scope(scope), node)
         found = []
         for seen in self._look_up(ids):
             if isinstance(seen, LockstepError):
@@ -414,7 +416,7 @@ class Records:
                 raise seen
             if seen is not None and seen.record.holds:
                 found.append(seen.record)
-        return node, sorted(found, key=lambda record: (record.created_at, record.job_id))
+        return sorted(found, key=lambda record: (record.created_at, record.job_id))
 
 
 def _ids_in(path: str, node: Node | None) -> list[str]:

@@ -217,7 +217,9 @@ class TaskVerbs(Records):
                 return
             _refuse_advance(record, stage, next_stage)
             if not place:
-                place.append(self._add_stage(record.body, next_stage, tasks))
+                fresh, nodes = self._stage_nodes(record.body, next_stage, tasks)
+                self._write_ahead(nodes)
+                place.append(fresh)
             edit.run(None)
             edit.change(
                 stage=next_stage,
@@ -244,8 +246,10 @@ class TaskVerbs(Records):
         except NoSuchJob as error:
             raise Fenced(f"job {lease.job_id} is no longer in the store") from error
 
-    def _add_stage(self, body: str, stage: str, specs: Sequence[TaskSpec]) -> str:
-        """Write the descriptors of a stage's tasks, which nobody sees before the record names the place."""
+    def _stage_nodes(
+        self, body: str, stage: str, specs: Sequence[TaskSpec]
+    ) -> tuple[str, list[tuple[str, bytes]]]:
+        """A place for a stage's tasks, unseen until the record names it, and what is to be there."""
         place = f"{quoted(stage)}~{new_id()[-12:]}"
         nodes = [(self._layout.stage(body, place), b"")]
         nodes += [(f"{self._layout.stage(body, place)}/{name}", b"") for name in ("specs", "pages", "files")]
@@ -253,8 +257,7 @@ class TaskVerbs(Records):
             blob = encoded_specs(specs[start : start + PAGE])
             nodes += in_parts(self._layout.specs(body, place, number), blob)
             nodes.append((f"{self._layout.stage(body, place)}/files/{number}", b""))
-        self._write_ahead(nodes)
-        return place
+        return place, nodes
 
     def _write_ahead(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """Create nodes that nothing refers to yet, many in one transaction; one that is there is left so.
