@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that the project needs: .venv, and Java, PostgreSQL, uv and the Iceberg JVM runtime outside the tree.
+# Everything that the project needs: .venv, and Java, PostgreSQL, ZooKeeper, uv and the Iceberg JVM runtime outside the tree.
 # Does nothing, silently, when all of it is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,6 +11,7 @@ main() {
     local wanted
     ensure_java
     ensure_postgresql
+    ensure_zookeeper
     wanted=$(fingerprint)
     if [[ $(cat "$STAMP" 2>/dev/null) == "$wanted" ]] && .venv/bin/python -c '' 2>/dev/null && jars_present; then
         return
@@ -80,6 +81,16 @@ ensure_postgresql() {
         echo 'create_main_cluster = false' >>"$settings"
     fi
     apt_install postgresql || die "PostgreSQL could not be installed. The message of apt-get is above."
+}
+
+# Only its jar is used: tests start servers of their own. The system service is another package, zookeeperd.
+ensure_zookeeper() {
+    [[ ! -e ${LOCKSTEP_ZOOKEEPER_JARS:-/usr/share/java}/zookeeper.jar ]] || return 0
+    if ! can_apt; then
+        say "no ZooKeeper is here, which \`make test\` needs (Debian: apt-get install zookeeper)"
+        return
+    fi
+    apt_install zookeeper || die "ZooKeeper could not be installed. The message of apt-get is above."
 }
 
 jar_path() { # COORDINATES

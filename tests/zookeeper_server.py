@@ -25,9 +25,10 @@ _MISSING: Final = (
 class ZooKeeperServer:
     """One server of its own. `start` waits until it answers; `kill` is SIGKILL; the data folder stays."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ensemble: str = "") -> None:
         self.folder = folder
         self.port = _free_port()
+        self._main = "quorum.QuorumPeerMain" if ensemble else "ZooKeeperServerMain"
         self._process: subprocess.Popen[bytes] | None = None
         if not (JARS / "zookeeper.jar").exists():
             raise RuntimeError(_MISSING)
@@ -36,7 +37,7 @@ class ZooKeeperServer:
             f"dataDir={folder / 'data'}\n"
             f"clientPort={self.port}\nclientPortAddress=127.0.0.1\n"
             "tickTime=1000\nmaxClientCnxns=0\nadmin.enableServer=false\n"
-            "4lw.commands.whitelist=mntr\n"
+            f"4lw.commands.whitelist=mntr\n{ensemble}"
         )
 
     @property
@@ -47,19 +48,26 @@ class ZooKeeperServer:
         return f"zookeeper://{self.address}/{chroot}"
 
     def start(self) -> None:
+        self.launch()
+        self.await_ready()
+
+    def launch(self) -> None:
         assert self._process is None, "it runs already"
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     *("java", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"),
                     *("-cp", str(JARS / "zookeeper.jar")),
-                    "org.apache.zookeeper.server.ZooKeeperServerMain",
+                    f"org.apache.zookeeper.server.{self._main}",
                     str(self.folder / "zoo.cfg"),
                 ],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
             )
+
+    def await_ready(self) -> None:
+        assert self._process is not None
         deadline = time.monotonic() + _READY_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -93,6 +101,23 @@ class ZooKeeperServer:
                 return b"zk_server_state" in b"".join(iter(partial(connection.recv, 65536), b""))
         except OSError:
             return False
+
+
+def start_ensemble(folder: Path, count: int = 3) -> list[ZooKeeperServer]:
+    """Servers that elect a leader among themselves. `initLimit` and `syncLimit` are in ticks of a second."""
+    peers = "".join(
+        f"server.{number}=127.0.0.1:{_free_port()}:{_free_port()}\n" for number in range(1, count + 1)
+    )
+    servers = []
+    for number in range(1, count + 1):
+        server = ZooKeeperServer(folder / str(number), f"initLimit=10\nsyncLimit=3\n{peers}")
+        (folder / str(number) / "data" / "myid").write_text(str(number))
+        servers.append(server)
+    for server in servers:
+        server.launch()
+    for server in servers:
+        server.await_ready()
+    return servers
 
 
 class Cable:
