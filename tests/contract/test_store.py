@@ -718,6 +718,17 @@ def test_a_stopped_job_takes_nothing_more(store: JobStore, state: State, event: 
     assert [file.path for file in store.manifest("job1", "write")] == ["/warehouse/a.parquet"]
 
 
+def test_a_failed_job_is_given_up_with_a_kill_and_keeps_its_error(store: JobStore) -> None:
+    store.create([new_job("job1", 2)])
+    store.stop("job1", Event.FAIL, REFUSED)
+    for _ in range(2):
+        job = store.stop("job1", Event.KILL)
+        assert (job.state, job.error) == (State.KILLED, REFUSED)
+    assert ids(store.unreleased()) == ["job1"]
+    with pytest.raises(Invalid):
+        store.retry("job1")
+
+
 def test_a_kill_during_the_commit_is_a_request(store: JobStore) -> None:
     job_in(store, State.COMMITTING)
     commit = take_commit(store, "job1")

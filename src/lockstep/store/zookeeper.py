@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from lockstep.errors import Corrupt, ErrorInfo, Incompatible, Invalid, LockstepError
-from lockstep.job import Event, HistoryEntry, Holding, Job, NewJob, State, Task
+from lockstep.job import Event, HistoryEntry, Holding, Job, NewJob, State, Task, after
 from lockstep.runtime import SYSTEM_CLOCK, Clock, new_id
 from lockstep.store.rules import (
     Frozen,
@@ -295,9 +295,10 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
                 if event is Event.KILL and not record.kill_requested:
                     edit.change(kill_requested=True)
                     edit.note("kill_requested")
-            elif record.live:
+            elif after(State(record.state), event) is not None:
                 detail = "" if error is None else f"{error.cls}: {error.message}"
-                edit.move(event, detail=detail, error=error_json(error))
+                reason: dict[str, Any] = {"error": error_json(error)} if record.live else {}
+                edit.move(event, detail=detail, **reason)
 
         return self._job(self._write(job_id, decide)[1])
 
