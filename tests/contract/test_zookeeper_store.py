@@ -170,7 +170,7 @@ def test_many_open_a_new_store_at_the_same_instant(url: str) -> None:
 
 
 def test_a_server_that_does_not_answer_is_retryable_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zookeeper_session, "OUTAGE_S", 0.3)
+    monkeypatch.setattr(zookeeper_session, "OPEN_S", 0.3)
     with pytest.raises(Retryable, match=r"127\.0\.0\.1:1/x") as refused:
         open_store("zookeeper://127.0.0.1:1/x")
     assert refused.value.hint

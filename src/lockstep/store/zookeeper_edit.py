@@ -58,6 +58,10 @@ class Edit:
         self._written_anyway = False
 
     @property
+    def pages_read(self) -> set[int]:
+        return set(self._pages)
+
+    @property
     def changed(self) -> bool:
         return bool(
             self._written_anyway or self.record != self.before or self._touched or self.notes or self.others

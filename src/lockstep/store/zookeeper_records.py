@@ -41,7 +41,7 @@ from lockstep.store.zookeeper_session import Lost, Moved, Node, Session, Writes
 
 _LOG: Final = logging.getLogger("lockstep.store")
 _JOBS_KEPT: Final = 256
-_CONFLICTS: Final = 200
+_CONFLICTS: Final = 400
 _OUTAGES: Final = 5
 _TOO_LARGE_BYTES: Final = 1_000_000
 _DAMAGE: Final = (ValueError, KeyError, TypeError, AttributeError, zlib.error)
@@ -90,7 +90,7 @@ class Patience:
             self._outages += 1
         else:
             self._conflicts += 1
-            SYSTEM_CLOCK.sleep(backoff_s(self._conflicts, 0.001, 0.05))
+            SYSTEM_CLOCK.sleep(backoff_s(self._conflicts, 0.001, 0.03))
         if self._conflicts > _CONFLICTS or self._outages > _OUTAGES:
             reason = "others change it all the time" if self._conflicts > _CONFLICTS else "replies get lost"
             raise Retryable(f"{self._what} could not be changed: {reason}") from error
@@ -169,11 +169,14 @@ class Records:
         missing = [(seen, number) for seen, number in wanted if number not in seen.pages]
         paths = [self._layout.page(seen.record.body, seen.record.place, number) for seen, number in missing]
         for (seen, number), node in zip(missing, self._session.get_many(paths), strict=True):
-            try:
-                if node is not None:
-                    seen.pages[number] = (Page.of(number, node.data), node.version)
-            except _DAMAGE as error:
-                self._warn(seen.record.job_id, Corrupt(f"page {number} of its tasks is damaged ({error!r})"))
+            self._keep_page(seen, number, node)
+
+    def _keep_page(self, seen: Seen, number: int, node: Node | None) -> None:
+        try:
+            if node is not None:
+                seen.pages[number] = (Page.of(number, node.data), node.version)
+        except _DAMAGE as error:
+            self._warn(seen.record.job_id, Corrupt(f"page {number} of its tasks is damaged ({error!r})"))
 
     def specs_of(self, record: Record, place: str, number: int) -> list[TaskSpec]:
         """The descriptors of a page. Raises: Ghost if they are missing or damaged."""
@@ -286,32 +289,56 @@ class Records:
 
     def _decide_until_written(self, job_id: str, decide: Callable[[Edit], T]) -> tuple[T, Record]:
         patience = Patience(f"job {job_id}")
-        known = self._seen.recall(job_id)
         unanswered: dict[str, tuple[T, Record]] = {}
+        seen = self._seen.recall(job_id)
+        cached = seen is not None
         while True:
-            edit = Edit(self, known or self._look(job_id), cached=known is not None)
-            known = None
-            if edit.record.last_write in unanswered:
+            if seen is None:
+                seen, cached = self._look(job_id), False
+            if seen.record.last_write in unanswered:
                 # The reply got lost, not the request. It may even have arrived after we looked.
-                return unanswered[edit.record.last_write]
+                return unanswered[seen.record.last_write]
+            edit = Edit(self, seen, cached=cached)
+            seen = None
             try:
                 answer = decide(edit)
             except LockstepError:
-                if not edit.cached:
+                if not cached:
                     raise
                 continue
             if not edit.changed:
-                if not edit.cached:
+                if not cached:
                     return answer, edit.record
                 continue
             try:
                 self._commit(edit)
-            except (Moved, Lost) as error:
-                if isinstance(error, Lost):
-                    unanswered[edit.record.last_write] = (answer, edit.record)
+            except Lost as error:
+                unanswered[edit.record.last_write] = (answer, edit.record)
                 patience.after(error)
                 continue
+            except Moved as error:
+                patience.after(error)
+                seen, cached = self._look_again(edit), False
+                continue
             return answer, edit.record
+
+    def _look_again(self, edit: Edit) -> Seen | None:
+        """The job after it has moved, with the pages that the edit needed, in one go: others are quick too.
+
+        The refusal of a write is as new as any other answer of the server, so this needs no `sync`.
+        """
+        before = edit.before
+        numbers = sorted(edit.seen.pages.keys() & edit.pages_read)
+        paths = [self._layout.page(before.body, before.place, number) for number in numbers]
+        node, *pages = self._session.get_many([self._layout.job(before.job_id), *paths], newest=False)
+        found = self._noticed(before.job_id, node)
+        if not isinstance(found, Seen):
+            return None
+        if (found.record.body, found.record.place) != (before.body, before.place):
+            return None
+        for number, page in zip(numbers, pages, strict=True):
+            self._keep_page(found, number, page)
+        return found
 
     def _commit(self, edit: Edit) -> None:
         """Write an edit, and those of other jobs that belong to it. Raises: Moved, Lost."""

@@ -33,6 +33,8 @@ SESSION_S: Final = 6.0
 REPLY_S: Final = 8.0
 OUTAGE_S: Final = 15.0
 """How long a verb waits for the connection to come back: more than one attempt to connect (6 s) takes."""
+OPEN_S: Final = 8.0
+"""How long to wait for the first connection: somebody at a terminal wants to know."""
 REMEASURE_S: Final = 5.0
 """The server's time is measured anew when the last measurement is older."""
 WINDOW: Final = 256
@@ -172,7 +174,7 @@ class Session:
         )
         client.add_listener(self._note_state)
         try:
-            client.start(timeout=OUTAGE_S)
+            client.start(timeout=OPEN_S)
         except KazooTimeoutError as error:
             client.stop()
             client.close()
