@@ -102,7 +102,10 @@ def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeperSer
 
     A test that asks for it carries `@pytest.mark.servers`.
     """
-    server = ZooKeeperServer(tmp_path_factory.mktemp("zookeeper"))
+    try:
+        server = ZooKeeperServer(tmp_path_factory.mktemp("zookeeper"))
+    except servers.Missing as missing:
+        pytest.fail(str(missing), pytrace=False)
     server.start()
     yield server
     server.kill()

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from tests.servers import Missing, free_port
+
 JARS: Final = Path(os.environ.get("LOCKSTEP_ZOOKEEPER_JARS", "/usr/share/java"))
 _READY_S: Final = 60.0
 _MISSING: Final = (
@@ -27,11 +29,11 @@ class ZooKeeperServer:
 
     def __init__(self, folder: Path, ensemble: str = "") -> None:
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self._main = "quorum.QuorumPeerMain" if ensemble else "ZooKeeperServerMain"
         self._process: subprocess.Popen[bytes] | None = None
         if not (JARS / "zookeeper.jar").exists():
-            raise RuntimeError(_MISSING)
+            raise Missing(_MISSING)
         (folder / "data").mkdir(parents=True, exist_ok=True)
         (folder / "zoo.cfg").write_text(
             f"dataDir={folder / 'data'}\n"
@@ -106,7 +108,7 @@ class ZooKeeperServer:
 def start_ensemble(folder: Path, count: int = 3) -> list[ZooKeeperServer]:
     """Servers that elect a leader among themselves. `initLimit` and `syncLimit` are in ticks of a second."""
     peers = "".join(
-        f"server.{number}=127.0.0.1:{_free_port()}:{_free_port()}\n" for number in range(1, count + 1)
+        f"server.{number}=127.0.0.1:{free_port()}:{free_port()}\n" for number in range(1, count + 1)
     )
     servers = []
     for number in range(1, count + 1):
@@ -221,10 +223,3 @@ def _exactly(source: socket.socket, size: int) -> bytes:
             raise EOFError
         found += some
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
