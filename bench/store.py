@@ -27,6 +27,7 @@ from lockstep.job import Progress, State
 from lockstep.store import JobStore, open_store
 from tests.servers import Postgresql
 from tests.store_lab import LEASE_S, new_job, staged
+from tests.zookeeper_server import ZooKeeperServer
 
 TARGET_MS = 2.0
 SLOTS = 4
@@ -82,16 +83,20 @@ def run_job(store: JobStore, name: str, tasks: int) -> Cost:
 @contextmanager
 def stores(folder: Path) -> Iterator[dict[str, JobStore]]:
     server = Postgresql()
+    keeper = ZooKeeperServer(folder / "zookeeper")
     try:
+        keeper.start()
         server.run("CREATE DATABASE bench")
         opened = {
             "sqlite": open_store(f"sqlite:///{folder}/jobs.db"),
             "postgresql": open_store(server.url("bench")),
+            "zookeeper": open_store(keeper.url()),
         }
         yield opened
         for store in opened.values():
             store.close()
     finally:
+        keeper.kill()
         server.close()
 
 
