@@ -177,6 +177,7 @@ def spark_peer(folder: Path) -> Callable[[str, str], None]:
         .config("spark.jars", str(cache / "jars" / JAR))
         .config("spark.driver.memory", "3g")
         .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.catalog.peer", "org.apache.iceberg.spark.SparkCatalog")
         .config("spark.sql.catalog.peer.type", "hadoop")

@@ -19,7 +19,19 @@ from lockstep.errors import (
     LockstepError,
     NoSuchJob,
 )
-from lockstep.job import Event, Fingerprint, Holding, Json, Lease, Piece, Plan, Position, StagedFile, State
+from lockstep.job import (
+    Event,
+    Fingerprint,
+    Holding,
+    Json,
+    Lease,
+    Piece,
+    Plan,
+    Position,
+    StagedFile,
+    State,
+    TaskSpec,
+)
 from lockstep.runtime import rfc3339
 
 SHOWN: Final = 10
@@ -96,6 +108,11 @@ def missing_tasks(stage: str, done: int, total: int) -> ErrorInfo:
 
 
 # Refusals
+
+
+def counted(tasks: Sequence[TaskSpec]) -> str:
+    """How the history tells the number of tasks."""
+    return "1 task" if len(tasks) == 1 else f"{len(tasks)} tasks"
 
 
 def no_such_job(job_id: str) -> NoSuchJob:

@@ -21,7 +21,7 @@ from lockstep.job import (
     commit_id,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock
-from lockstep.store.rules import conflict
+from lockstep.store.rules import conflict, counted
 from lockstep.store.sql_claim import ClaimVerb
 from lockstep.store.sql_commit import CommitVerbs
 from lockstep.store.sql_database import insert_if_absent, open_database, verb
@@ -85,7 +85,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
         conn.execute(insert(plans), {"job_id": new.job_id, **frozen})
         job = self._row(conn, new.job_id)
         self._add_tasks(conn, new.job_id, job.stage, new.tasks)
-        self._note(conn, job, "create", now, f"{len(new.tasks)} tasks")
+        self._note(conn, job, "create", now, counted(new.tasks))
         self._commit_if_done(conn, job, None)
 
     def _lock_scope(self, conn: Connection, scope: str) -> None:

@@ -23,7 +23,7 @@ from lockstep.job import (
     Verdict,
 )
 from lockstep.store import Begun
-from lockstep.store.rules import Batch, lost_lease, unpacked
+from lockstep.store.rules import Batch, counted, lost_lease, unpacked
 from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import (
     IS_COMMITTING,
@@ -266,9 +266,7 @@ class TaskVerbs(Records):
             self._add_tasks(conn, job_id, next_stage, tasks)
             fresh = {"tasks_done": 0, "rows_done": 0, "bytes_done": 0, "files": 0, "fingerprint": None}
             job = self._swap(conn, job, {**fresh, "stage": next_stage, "tasks_total": len(tasks)})
-            self._note(
-                conn, job, "advance", self._db.now(conn), f"{stage} → {next_stage}, {len(tasks)} tasks"
-            )
+            self._note(conn, job, "advance", self._db.now(conn), f"{stage} → {next_stage}, {counted(tasks)}")
             self._commit_if_done(conn, job, None)
             return self._job(conn, job_id)
 

@@ -12,6 +12,7 @@ from lockstep.runtime import SYSTEM_CLOCK, Clock, new_id
 from lockstep.store.rules import (
     Frozen,
     conflict,
+    counted,
     refuse_pause,
     refuse_resume,
     the_one,
@@ -222,7 +223,7 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
         record = self._first_record(new, body)
         frozen = Frozen(new.plan, new.holding, new.beside)
         notes = [
-            HistoryEntry(record.created_at, "create", State.PENDING, 1, f"{len(new.tasks)} tasks"),
+            HistoryEntry(record.created_at, "create", State.PENDING, 1, counted(new.tasks)),
             HistoryEntry(record.created_at, str(Event.ALL_TASKS_DONE), State.COMMITTING, 1),
         ]
         nodes = [(self._layout.body(body), b"")]

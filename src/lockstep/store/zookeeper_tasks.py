@@ -24,6 +24,7 @@ from lockstep.runtime import new_id
 from lockstep.store import Begun
 from lockstep.store.rules import (
     Batch,
+    counted,
     late_copy,
     lost_lease,
     refuse_ended,
@@ -232,7 +233,7 @@ class TaskVerbs(Records):
                 fingerprint=None,
                 open={},
             )
-            edit.note("advance", f"{stage} → {next_stage}, {len(tasks)} tasks")
+            edit.note("advance", f"{stage} → {next_stage}, {counted(tasks)}")
             edit.commit_if_done()
 
         return self._job(self._write(job_id, decide)[1])
