@@ -42,6 +42,7 @@ ensure_venv() {
     # Compiled now: the first command of a user should not pay for it.
     "$UV" pip sync --quiet --compile-bytecode --require-hashes requirements/dev.txt
     "$UV" pip install --quiet --no-deps --no-build-isolation --editable .
+    .venv/bin/python -m compileall -q src
 }
 
 # The Java that Spark will take: JAVA_HOME first, then the path.

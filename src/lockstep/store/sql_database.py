@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Engine, Executable, Row, Select, Table, inspect, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -181,9 +180,14 @@ def open_database(url: str, clock: Clock) -> Database:
 
 def insert_if_absent(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
     """Insert `row` unless its key is there; in a database with row locks, wait for whoever inserts it too."""
+    # Loading the dialect that is not used would cost every command some hundredths of a second.
     if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
         connection.execute(postgresql.insert(table).values(row).on_conflict_do_nothing())
     else:
+        from sqlalchemy.dialects import sqlite
+
         connection.execute(sqlite.insert(table).values(row).on_conflict_do_nothing())
 
 
