@@ -6,10 +6,12 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lockstep.job import Event, Job, State
@@ -296,3 +298,40 @@ def test_a_refused_request_leaves_no_job_no_table_and_no_pin(manned_lab: Lab, wh
     assert manned_lab.jobs(case.target) == []
     assert manned_lab.pins() == pins
     assert manned_lab.has_table(case.target) == (what == "several target partitions")
+
+
+PROGRAM = """
+import lockstep
+
+job = lockstep.export("parquet:src", "iceberg://lake/db.api", everything=True, create=True)
+assert job.state == "pending"
+job.wait()
+print(job.state, job.snapshot_id, job.jobs[0].rows_done)
+try:
+    lockstep.export("parquet:src", "iceberg://lake/db.api", everything=True)
+except lockstep.Conflict as conflict:
+    print(conflict.job_id == job.job_id)
+"""
+
+
+def test_the_python_api_exports_a_parquet_folder_as_the_command_does(
+    lab: Lab, read_with_duckdb: Callable[[str], pa.Table]
+) -> None:
+    rows = pa.table({"id": list(range(1000)), "name": [f"name {n}" for n in range(1000)]})
+    (lab.folder / "src").mkdir()
+    pq.write_table(rows.slice(0, 600), lab.folder / "src" / "a.parquet")
+    pq.write_table(rows.slice(600), lab.folder / "src" / "b.parquet")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=lab.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (job,) = lab.jobs("db.api")
+    assert done.stdout.split() == ["completed", str(job.snapshot_id), "1000", "True"]
+    assert (
+        read_with_duckdb(lab.table("db.api").metadata_location).sort_by("id").to_pydict() == rows.to_pydict()
+    )
