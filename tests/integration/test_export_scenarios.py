@@ -301,12 +301,15 @@ def test_a_refused_request_leaves_no_job_no_table_and_no_pin(manned_lab: Lab, wh
 
 
 PROGRAM = """
+from pyspark.sql import SparkSession
+
 import lockstep
 
+spark = SparkSession.builder.master("local[2,4]").config("spark.ui.enabled", "false").getOrCreate()
 job = lockstep.export("parquet:src", "iceberg://lake/db.api", everything=True, create=True)
 assert job.state == "pending"
 job.wait()
-print(job.state, job.snapshot_id, job.jobs[0].rows_done)
+print(job.state, job.snapshot_id, job.jobs[0].rows_done, spark.range(7).count())
 try:
     lockstep.export("parquet:src", "iceberg://lake/db.api", everything=True)
 except lockstep.Conflict as conflict:
@@ -314,7 +317,7 @@ except lockstep.Conflict as conflict:
 """
 
 
-def test_the_python_api_exports_a_parquet_folder_as_the_command_does(
+def test_the_python_api_exports_a_parquet_folder_on_the_session_of_its_program(
     lab: Lab, read_with_duckdb: Callable[[str], pa.Table]
 ) -> None:
     rows = pa.table({"id": list(range(1000)), "name": [f"name {n}" for n in range(1000)]})
@@ -324,6 +327,7 @@ def test_the_python_api_exports_a_parquet_folder_as_the_command_does(
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=lab.folder,
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=120,
@@ -331,7 +335,7 @@ def test_the_python_api_exports_a_parquet_folder_as_the_command_does(
     )
     assert done.returncode == 0, done.stderr
     (job,) = lab.jobs("db.api")
-    assert done.stdout.split() == ["completed", str(job.snapshot_id), "1000", "True"]
+    assert done.stdout.split() == ["completed", str(job.snapshot_id), "1000", "7", "True"]
     assert (
         read_with_duckdb(lab.table("db.api").metadata_location).sort_by("id").to_pydict() == rows.to_pydict()
     )

@@ -48,12 +48,18 @@ class SparkEngine:
 
     def __init__(self, options: Mapping[str, str], log: Path) -> None:
         share_failpoint_state()
-        self._session = _session(options, log)
+        from pyspark import SparkContext
+        from pyspark.sql import SparkSession
+
+        self._is_ours = SparkContext._active_spark_context is None
+        self._session = _start(options, log) if self._is_ours else SparkSession.builder.getOrCreate()
+        self._groups: set[str] = set()
         self.slots: int = max(1, self._session.sparkContext.defaultParallelism)
         self.driver_host: str = str(self._session.conf.get("spark.driver.host", "127.0.0.1"))
 
     def submit(self, group: str, run_task: RunTask, assignments: Sequence[Any]) -> Future[None]:
         future: Future[None] = Future()
+        self._groups.add(group)
         thread = threading.Thread(
             target=self._run_wave, args=(future, group, run_task, list(assignments)), name=group, daemon=True
         )
@@ -70,8 +76,12 @@ class SparkEngine:
             self._session.sparkContext.cancelJobGroup(group)
 
     def close(self) -> None:
-        if self.alive:
-            self._session.sparkContext.cancelAllJobs()
+        """Cancel the waves, and end Spark if it was started here: a program may have brought its own."""
+        if not self.alive:
+            return
+        for group in list(self._groups):
+            self._session.sparkContext.cancelJobGroup(group)
+        if self._is_ours:
             self._session.stop()
 
     def _run_wave(
@@ -85,6 +95,8 @@ class SparkEngine:
             future.set_result(None)
         except Exception as error:  # whatever Spark raises belongs to whoever waits for the wave
             future.set_exception(error)
+        finally:
+            self._groups.discard(group)
 
 
 def _partition_function(
@@ -99,8 +111,8 @@ def _partition_function(
     return run_partition
 
 
-def _session(options: Mapping[str, str], log: Path) -> SparkSession:
-    """The session of this process, or a new one whose JVM and Python workers talk to `log`."""
+def _start(options: Mapping[str, str], log: Path) -> SparkSession:
+    """A new session whose JVM and Python workers talk to `log`."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     from pyspark import SparkConf, SparkContext
@@ -108,8 +120,6 @@ def _session(options: Mapping[str, str], log: Path) -> SparkSession:
     from pyspark.java_gateway import launch_gateway
     from pyspark.sql import SparkSession
 
-    if (active := SparkSession.getActiveSession()) is not None:
-        return active
     settings = {**DEFAULTS, **{_spark_key(name): value for name, value in options.items()}}
     settings["spark.master"] = _with_task_failures(settings["spark.master"])
     if settings["spark.master"].startswith("local"):
