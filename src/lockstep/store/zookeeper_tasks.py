@@ -54,6 +54,9 @@ _IN_ONE_TRANSACTION_BYTES: Final = 400_000
 T = TypeVar("T")
 
 
+LONG_AGO: Final = 0.0
+
+
 class TaskVerbs(Records):
     def begin(self, lease: Lease, lease_s: float) -> Begun:
         def decide(edit: Edit) -> Begun:
@@ -471,10 +474,11 @@ def _failed_so(edit: Edit, lease: Lease, error: ErrorInfo) -> bool:
 
 
 def _abandon(edit: Edit, worker: str) -> None:
+    """Not `edit.now`: another client's idea of the server's time may be some milliseconds behind ours."""
     record = edit.record
     if record.state == State.COMMITTING and record.commit_owner == worker:
         if record.commit_free_at > edit.now:
-            edit.change(commit_free_at=edit.now)
+            edit.change(commit_free_at=LONG_AGO)
         return
     for number, about in record.open.items():
         if not about[0]:
@@ -485,7 +489,7 @@ def _abandon(edit: Edit, worker: str) -> None:
             continue
         for index, entry in leased:
             if entry.state is TaskState.LEASED and entry.owner == worker and entry.free_at > edit.now:
-                edit.put(index, replace(entry, free_at=edit.now))
+                edit.put(index, replace(entry, free_at=LONG_AGO))
 
 
 def _refuse_advance(record: Record, stage: str, next_stage: str) -> None:
