@@ -196,16 +196,16 @@ def test_a_configuration_travels_to_another_process() -> None:
 @pytest.mark.parametrize(
     ("url", "absolute"),
     [
-        ("sqlite:///a/b.db", "sqlite:////root/a/b.db"),
+        ("sqlite:///a/b.db", "sqlite:////srv/a/b.db"),
         ("sqlite:////a/b.db", "sqlite:////a/b.db"),
-        ("sqlite+pysqlite:///b.db?timeout=3", "sqlite+pysqlite:////root/b.db?timeout=3"),
+        ("sqlite+pysqlite:///b.db?timeout=3", "sqlite+pysqlite:////srv/b.db?timeout=3"),
         ("sqlite:///:memory:", "sqlite:///:memory:"),
         ("sqlite://", "sqlite://"),
         ("postgresql://host/db", "postgresql://host/db"),
     ],
 )
 def test_only_the_files_of_sqlite_are_made_absolute(url: str, absolute: str) -> None:
-    assert absolute_sqlite(url, Path("/root")) == absolute
+    assert absolute_sqlite(url, Path("/srv")) == absolute
 
 
 @pytest.mark.parametrize(
