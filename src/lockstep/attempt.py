@@ -60,8 +60,10 @@ def run_attempt(assignment: Assignment) -> None:
     link = Link(channel, lease, Progress(begun["rows_done"], begun["bytes_done"]))
     try:
         _write(assignment, link, begun["position"])
-    except (Stopped, Fenced) as reason:
-        link.give_back(reason)
+    except Stopped:
+        link.give_back()
+    except Fenced:
+        pass  # a newer attempt has the task, or the driver is gone: there is nothing to give back
     except Exception as error:  # every failure spends the task's budget, whatever its class
         link.report(error)
     finally:
@@ -113,9 +115,8 @@ class Link:
         info = ErrorInfo.of(error, self.lease.index)
         self._quietly("fail", {"lease": vars(self.lease), "error": info.to_json()})
 
-    def give_back(self, reason: Exception) -> None:
-        if isinstance(reason, Stopped):
-            self._quietly("release", {"lease": vars(self.lease)})
+    def give_back(self) -> None:
+        self._quietly("release", {"lease": vars(self.lease)})
 
     def close(self) -> None:
         self._ended.set()

@@ -382,8 +382,7 @@ class Worker:
             return held.verdict
 
     def _on_checkpoint(self, lease: Lease, body: Json) -> str:
-        progress = Progress(**body["progress"])
-        staged = [StagedFile.from_json(raw) for raw in body["staged"]]
+        staged, progress = _reported(body)
         lease_s = self._config.limits.lease_s
         verdict = self._patiently(
             lambda: self._store.checkpoint(lease, body["position"], staged, progress, lease_s)
@@ -392,8 +391,7 @@ class Worker:
         return verdict
 
     def _on_finish(self, lease: Lease, body: Json) -> None:
-        progress = Progress(**body["progress"])
-        staged = [StagedFile.from_json(raw) for raw in body["staged"]]
+        staged, progress = _reported(body)
         self._patiently(lambda: self._store.finish(lease, body["position"], staged, progress))
         self._drop(lease)
 
@@ -570,6 +568,11 @@ class Worker:
 
 def _key(lease: Lease) -> TaskKey:
     return lease.job_id, lease.stage, lease.index
+
+
+def _reported(body: Json) -> tuple[list[StagedFile], Progress]:
+    """The files that an executor has finished, and how far it is."""
+    return [StagedFile.from_json(raw) for raw in body["staged"]], Progress(**body["progress"])
 
 
 def _lost(failure: BaseException, lease: Lease) -> ErrorInfo:

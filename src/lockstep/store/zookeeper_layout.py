@@ -310,9 +310,6 @@ class Page:
     def copy(self) -> Page:
         return Page(self.number, self.generation, self._lines)
 
-    def has(self, index: int) -> bool:
-        return bool(self._lines[index % PAGE])
-
     def entry(self, index: int) -> Entry:
         return Entry.of(self._lines[index % PAGE])
 
