@@ -102,6 +102,12 @@ class Verdict(StrEnum):
 
 # What is published
 
+DATA: Final = "data"
+RUN: Final = "run"
+KEYS: Final = "keys"
+REJECTS: Final = "rejects"
+LOSERS: Final = "losers"
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -140,6 +146,8 @@ class StagedFile:
     fingerprint: Fingerprint
     partition: Sequence[Any] = ()
     stats: Json = field(default_factory=dict)
+    kind: str = DATA
+    """What it is for: only `data` is published; the rest are steps of an import on its way there."""
 
     def to_json(self) -> Json:
         return {
@@ -150,6 +158,7 @@ class StagedFile:
             "fingerprint": self.fingerprint.to_json(),
             "partition": list(self.partition),
             "stats": self.stats,
+            **({} if self.kind == DATA else {"kind": self.kind}),
         }
 
     @classmethod
@@ -162,6 +171,7 @@ class StagedFile:
             Fingerprint.from_json(raw["fingerprint"]),
             tuple(raw.get("partition", ())),
             raw.get("stats", {}),
+            raw.get("kind", DATA),
         )
 
 
@@ -235,6 +245,40 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class SortKey:
+    """One column that rows are ordered by, after Iceberg's `transform` of it."""
+
+    column: str
+    transform: str = "identity"
+    descending: bool = False
+    nulls_first: bool = True
+
+
+@dataclass(frozen=True)
+class ImportTerms:
+    """What an import promises beyond the rows themselves.
+
+    `order` is how data files are sorted: by partition first, then by the table's sort order. Empty: as read.
+    """
+
+    order: Sequence[SortKey] = ()
+    unique: Sequence[str] = ()
+    on_duplicate: str = "error"
+    max_rejects: int = 0
+    rejects: str | None = None
+
+    def to_json(self) -> Json:
+        return {**vars(self), "order": [vars(key) for key in self.order], "unique": list(self.unique)}
+
+    @classmethod
+    def from_json(cls, raw: Json) -> ImportTerms:
+        known = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
+        known["order"] = tuple(SortKey(**key) for key in raw.get("order", ()))
+        known["unique"] = tuple(raw.get("unique", ()))
+        return cls(**known)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The frozen input of a job. Addresses keep `${NAME}` in place of secrets.
 
@@ -264,6 +308,8 @@ class Plan:
     """A short name of source partition and target, for the target's own memory."""
     limits: Limits = Limits()
     properties: Json = field(default_factory=dict)
+    terms: ImportTerms | None = None
+    """None for an export."""
     format_version: int = PLAN_FORMAT
 
     def to_json(self) -> Json:
@@ -271,6 +317,7 @@ class Plan:
         raw["kind"] = self.kind.value
         raw["columns"] = [vars(column) for column in self.columns]
         raw["limits"] = vars(self.limits)
+        raw["terms"] = self.terms.to_json() if self.terms else None
         for name in ("partition_values", "stages", "replaces"):
             raw[name] = list(raw[name])
         return raw
@@ -292,6 +339,7 @@ class Plan:
         known["columns"] = tuple(ColumnMap(**column) for column in raw["columns"])
         limit_names = {f.name for f in fields(Limits)}
         known["limits"] = Limits(**{k: v for k, v in raw.get("limits", {}).items() if k in limit_names})
+        known["terms"] = ImportTerms.from_json(raw["terms"]) if raw.get("terms") else None
         for name in ("partition_values", "stages", "replaces"):
             if name in known:
                 known[name] = tuple(known[name])

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Take rows in the target's Arrow schema. Memory stays within the sink's budget."""
+    def add(self, batch: pa.RecordBatch, records: pa.Int64Array | None = None) -> None:
+        """Take rows in the target's Arrow schema. Memory stays within the sink's budget.
+
+        `records` are their numbers in the task, for a sink that has to tell rows apart later.
+        """
         ...
 
     @property

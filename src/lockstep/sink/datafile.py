@@ -62,7 +62,7 @@ class DataFileSink:
         self._sequence = 0
         self._packing = Packing()
 
-    def add(self, batch: pa.RecordBatch) -> None:
+    def add(self, batch: pa.RecordBatch, records: pa.Int64Array | None = None) -> None:
         """Take rows in the target's Arrow schema.
 
         Raises: Corrupt for rows that do not fit the table's schema or the job's partition; Invalid and

@@ -95,11 +95,62 @@ class Pin:
 
 
 @dataclass(frozen=True)
+class Reject:
+    """A record that does not fit. `line` counts from 0 at the task's first line, where inputs have lines."""
+
+    record: int
+    line: int | None
+    column: str | None
+    reason: str
+    raw: str
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """A batch in the target's Arrow schema. `position` is set where a later attempt could go on after it."""
+    """A batch in the target's Arrow schema. `position` is set where a later attempt could go on after it.
+
+    `records` are the numbers of its rows in the task, rejected records counted too, where the source knows
+    them; `rejects` are the records since the last chunk that did not fit. A chunk may hold nothing but those.
+    """
 
     batch: pa.RecordBatch
     position: Position | None = None
+    records: pa.Int64Array | None = None
+    rejects: Sequence[Reject] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record stands, for people: the line of a text file, or the row of any other one, from 1."""
+
+    input: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.input} line {self.line}"
+
+
+@dataclass(frozen=True)
+class ParseOptions:
+    """How raw files are read. None: found out from their names and first bytes."""
+
+    format: str | None = None
+    delimiter: str | None = None
+    quote: str = '"'
+    escape: str | None = None
+    header: bool = True
+    null: Sequence[str] = ("",)
+    compression: str = "auto"
+    skip: int = 0
+    limit: int | None = None
+    schema: Json | None = None
+
+    def to_json(self) -> Json:
+        return {**vars(self), "null": list(self.null)}
+
+    @classmethod
+    def from_json(cls, raw: Json) -> ParseOptions:
+        return cls(**{**raw, "null": tuple(raw["null"])})
 
 
 class Source(Protocol):
@@ -153,6 +204,45 @@ class Source(Protocol):
 
     def unpin(self, pin: Json, timeout_s: float) -> None:
         """Give the frozen copy up. One that is gone already is no error. Never waits beyond `timeout_s`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Input(Protocol):
+    """Where an import reads from: frozen as a whole, cut into tasks, read from any position."""
+
+    def describe(self) -> SourceTable:
+        """Raises: Invalid if there is nothing to read, or if the inputs do not fit each other."""
+        ...
+
+    def freeze(self) -> Pin:
+        """Note the identity of every input. `detail` is all that reading needs, without secrets.
+
+        Whoever reads later and finds an input changed raises Corrupt.
+        """
+        ...
+
+    def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
+        """Cut at record boundaries into tasks of about `task_bytes`, in the order of inputs and records."""
+        ...
+
+    def read(
+        self,
+        pin: Json,
+        descriptor: Json,
+        position: Position | None,
+        columns: Sequence[ColumnMap],
+        batch_bytes: int,
+    ) -> Iterator[Chunk]:
+        """As `Source.read`, with `records` in every chunk, and rejects.
+
+        Raises: Corrupt if an input is not what was frozen; Retryable if the storage does not answer.
+        """
+        ...
+
+    def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
+        """Where a record of a task stands."""
         ...
 
     def close(self) -> None: ...
