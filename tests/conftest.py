@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from lockstep.runtime import new_id
 from lockstep.source.chdb_launch import IDLE_VARIABLE
 from lockstep.store import open_store, sql_schema
 from tests import readers, servers
@@ -109,6 +112,48 @@ def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeperSer
     server.start()
     yield server
     server.kill()
+
+
+STORE_KINDS = ("sqlite", "postgresql", "zookeeper")
+
+
+@pytest.fixture(scope="session")
+def empty_stores(
+    postgresql: servers.Postgresql, zookeeper: ZooKeeperServer
+) -> Callable[[str, str], str | None]:
+    """The address of a new store of a kind, for real processes and the real clock. None: SQLite as it is
+    without a word in `lockstep.toml`. Callable from any thread.
+
+    A test that asks for it carries `@pytest.mark.servers`.
+    """
+    postgresql.run("CREATE DATABASE empty_store")
+    open_store(postgresql.url("empty_store")).close()
+    lock = threading.Lock()
+
+    def new(kind: str, name: str) -> str | None:
+        if kind == "zookeeper":
+            return zookeeper.url(name)
+        if kind == "sqlite":
+            return None
+        database = re.sub("[^a-z0-9]", "_", f"store_{name}".lower())
+        with lock:
+            postgresql.run(f"CREATE DATABASE {database} TEMPLATE empty_store")
+        return postgresql.url(database)
+
+    return new
+
+
+@pytest.fixture(params=STORE_KINDS)
+def lab_on_each_store(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    chdb_folder: Path,
+    empty_stores: Callable[[str, str], str | None],
+) -> Iterator[Lab]:
+    """As `lab`, once on each kind of store. A test that asks for it carries `@pytest.mark.servers`."""
+    lab = Lab(tmp_path, chdb_folder, empty_stores(request.param, f"{tmp_path.name}_{new_id()}"))
+    yield lab
+    lab.close()
 
 
 def _sqlite(request: pytest.FixtureRequest) -> Stores:

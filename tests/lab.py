@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,20 @@ from lockstep.store import JobStore, open_store
 from tests.readers import read_with_duckdb
 
 COMMAND = str(Path(sys.executable).with_name("lockstep"))
-CONFIG = """
-[spark]
-master = "local[2]"
-[limits]
-lease_s = 5
-task_memory = "128MB"
-"""
+LIMITS = {"lease_s": 5, "task_memory": "128MB"}
+
+
+def _settings(store_url: str | None, spark: Mapping[str, object], limits: Mapping[str, object]) -> str:
+    """`lockstep.toml`: a JSON value is a TOML value as well."""
+    tables: dict[str, dict[str, object]] = {
+        "store": {"url": store_url} if store_url else {},
+        "spark": {"master": "local[2]", **spark},
+        "limits": {**LIMITS, **limits},
+    }
+    return "".join(
+        f"[{name}]\n" + "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    )
 
 
 def open_clickhouse(path: Path) -> Client:
@@ -55,20 +63,34 @@ def _die_with_parent() -> None:
 
 
 class Lab:
-    """A working folder with `lockstep.toml`; each test has its own store and lake, and shares one chDB."""
+    """A working folder with `lockstep.toml`; each test has its own store and lake, and shares one chDB.
 
-    def __init__(self, folder: Path, chdb: Path) -> None:
+    `store_url` None: a SQLite file in the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        chdb: Path,
+        store_url: str | None = None,
+        *,
+        spark: Mapping[str, object] | None = None,
+        limits: Mapping[str, object] | None = None,
+    ) -> None:
         self.folder = folder
         self.chdb = chdb
         self.clickhouse = open_clickhouse(chdb)
-        (folder / "lockstep.toml").write_text(CONFIG)
+        (folder / "lockstep.toml").write_text(_settings(store_url, spark or {}, limits or {}))
         self.config = load_config(folder / "lockstep.toml")
-        self.database = f"lab_{folder.name.replace('-', '_')}"
+        self._store: JobStore | None = None
+        self.database = f"lab_{re.sub('[^a-zA-Z0-9]', '_', folder.name)}"
         self.clickhouse.command(f"CREATE DATABASE IF NOT EXISTS {self.database}")
 
     def close(self) -> None:
         self.clickhouse.command(f"DROP DATABASE {self.database} SYNC")
         self.clickhouse.close()
+        if self._store is not None:
+            self._store.close()
 
     # The source
 
@@ -168,7 +190,10 @@ class Lab:
     # The store and the lake
 
     def store(self) -> JobStore:
-        return open_store(self.config.store_url)
+        """A client of the store, the same one each time: the test's own eyes."""
+        if self._store is None:
+            self._store = open_store(self.config.store_url)
+        return self._store
 
     def jobs(self, target: str | None = None) -> list[Job]:
         return [job for job in self.store().list() if target in {None, job.plan.target.rpartition("/")[2]}]
@@ -179,21 +204,27 @@ class Lab:
         return self.store().read(job_id)
 
     def freeze(self, process: subprocess.Popen[str]) -> None:
-        """SIGSTOP a command with all it started, at a moment when it does not hold SQLite's lock.
+        """SIGSTOP a command with all it started."""
+        self.freeze_group(process.pid)
+
+    def freeze_group(self, group: int) -> None:
+        """SIGSTOP a process group, at a moment when it does not hold SQLite's lock.
 
         A process that is stopped inside a transaction keeps everybody else out: that is SQLite's way, and not
-        what these tests are about.
+        what these tests are about. A server ends such a transaction by itself.
         """
-        path = self.config.store_url.removeprefix("sqlite:///")
+        scheme, _, path = self.config.store_url.partition(":///")
         while True:
-            os.killpg(process.pid, signal.SIGSTOP)
+            os.killpg(group, signal.SIGSTOP)
+            if scheme != "sqlite":
+                return
             with closing(sqlite3.connect(path, timeout=1, isolation_level=None)) as connection:
                 try:
                     connection.execute("BEGIN IMMEDIATE")
                     connection.execute("ROLLBACK")
                     return
                 except sqlite3.OperationalError:
-                    os.killpg(process.pid, signal.SIGCONT)
+                    os.killpg(group, signal.SIGCONT)
 
     def wait_for_state(self, *states: State, timeout_s: float = 60) -> Job:
         """The first job that reaches one of these states."""
