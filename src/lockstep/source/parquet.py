@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lockstep.errors import Corrupt, Invalid
 from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
-from lockstep.schema import arrow_schema, conform
+from lockstep.schema import conform
 from lockstep.source import Chunk, PartInfo, PartitionInfo, Pin, SourceColumn, SourceField, SourceTable
+from lockstep.source.extent import bounds_of, distinct
+from lockstep.source.parquet_batches import RowGroupReader, open_parquet
 from lockstep.source.parquet_layout import (
     Layout,
     PathColumn,
@@ -28,14 +29,10 @@ from lockstep.source.parquet_layout import (
     read_layout,
 )
 from lockstep.source.parquet_types import exact_type
-from lockstep.storage import Storage, StoredFile, local_path, translated
+from lockstep.storage import Storage, StoredFile, translated
 
 if TYPE_CHECKING:
     from lockstep.config import Config
-
-PROBE_ROWS: Final = 1024
-MOST_BATCH_ROWS: Final = 1 << 20
-READ_BUFFER_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -104,19 +101,10 @@ class ParquetSource:
 
     def distinct_rows(self, pin: Pin, columns: Sequence[ColumnMap]) -> Iterator[pa.RecordBatch]:
         for batch in self._all_rows(pin, columns):
-            yield _distinct(batch)
+            yield distinct(batch)
 
     def bounds(self, pin: Pin, columns: Sequence[ColumnMap]) -> pa.Table:
-        extremes = [_Extremes() for _ in columns]
-        for batch in self._all_rows(pin, columns):
-            for seen, array in zip(extremes, batch.columns, strict=True):
-                seen.add(array)
-        schema = arrow_schema(columns)
-        if pin.rows == 0:
-            return schema.empty_table()
-        with_nulls = any(seen.null for seen in extremes)
-        arrays = [seen.rows(field.type, with_nulls) for seen, field in zip(extremes, schema, strict=True)]
-        return pa.Table.from_arrays(arrays, schema=schema)
+        return bounds_of(self._all_rows(pin, columns), columns)
 
     def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
         """Tasks are runs of row groups: a large file makes several, small files share one."""
@@ -238,31 +226,19 @@ class ParquetSource:
         key = (file.url, file.etag)
         if key not in self._footers:
             try:
-                opened = self._open(file.url)
+                opened = open_parquet(self._storage, file.url)
                 with opened:
                     self._footers[key] = _read_footer(opened)
             except (pa.ArrowException, OSError) as error:
                 raise _unreadable(error, file.url, Invalid) from error
         return self._footers[key]
 
-    def _open(self, url: str) -> pq.ParquetFile:
-        path = local_path(url)
-        return pq.ParquetFile(
-            pa.OSFile(str(path)) if path is not None else self._storage.open(url),
-            # Column chunks are read a buffer at a time: memory does not grow with the row group.
-            pre_buffer=False,
-            buffer_size=READ_BUFFER_BYTES,
-            # Nanoseconds in 64 bits wrap around in silence for the far dates that INT96 can hold.
-            coerce_int96_timestamp_unit="us",
-            page_checksum_verification=True,
-        )
-
     def _groups(
         self, file: StoredFile, pinned: Sequence[Any], reader: _Reader, first: int, last: int, skip: int
     ) -> Iterator[tuple[int, int, pa.RecordBatch]]:
         """Row group, rows of it delivered, and the batch, from row `skip` of the group `first` on."""
         try:
-            opened = self._open(file.url)
+            opened = open_parquet(self._storage, file.url)
             with opened:
                 if opened.metadata.num_rows != pinned[3]:
                     raise Corrupt(
@@ -281,15 +257,14 @@ class ParquetSource:
 
 
 class _Reader:
-    """Reads row groups in batches of about `batch_bytes`, learning the width of a row as it goes."""
+    """Row groups as batches in the target's types, with the columns that stand in the path."""
 
     def __init__(
         self, columns: Sequence[ColumnMap], path_scalars: dict[str, pa.Scalar], batch_bytes: int
     ) -> None:
         self._columns = columns
         self._path_scalars = path_scalars
-        self._batch_bytes = batch_bytes
-        self._row_bytes: float | None = None
+        self._batches = RowGroupReader(batch_bytes)
 
     def batches(self, opened: pq.ParquetFile, group: int, skip: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Conformed batches of a row group after `skip` rows, each with the rows delivered at its end."""
@@ -299,7 +274,7 @@ class _Reader:
         in_path = {name: value for name, value in self._path_scalars.items() if name not in names}
         row = 0
         rows = opened.metadata.row_group(group).num_rows
-        for natural in self._natural(opened, group, wanted, rows):
+        for natural in self._batches.read(opened, group, wanted):
             row += natural.num_rows
             if row <= skip:
                 continue
@@ -308,35 +283,6 @@ class _Reader:
             yield row, conform(_with_path_columns(natural, in_path, fresh), self._columns)
         if row != rows:
             raise pa.ArrowInvalid(f"row group {group} delivered {row} of {rows} rows")
-
-    def _natural(
-        self, opened: pq.ParquetFile, group: int, wanted: Sequence[str], rows: int
-    ) -> Iterator[pa.RecordBatch]:
-        if not wanted:
-            for start in range(0, rows, MOST_BATCH_ROWS):
-                yield pa.record_batch({"": pa.nulls(min(MOST_BATCH_ROWS, rows - start))})
-            return
-        if self._row_bytes is None:
-            self._row_bytes = self._probe(opened, group, wanted, rows)
-        delivered_bytes = delivered_rows = 0
-        for batch in opened.iter_batches(self._batch_rows(self._row_bytes), [group], wanted):
-            delivered_bytes += batch.nbytes
-            delivered_rows += batch.num_rows
-            yield batch
-        if delivered_rows:
-            self._row_bytes = delivered_bytes / delivered_rows
-
-    def _probe(self, opened: pq.ParquetFile, group: int, wanted: Sequence[str], rows: int) -> float:
-        """Decode a few rows: the footer knows encoded sizes only, and dictionaries hide wide rows."""
-        encoded = opened.metadata.row_group(group).total_byte_size / max(1, rows)
-        few = min(PROBE_ROWS, self._batch_rows(encoded))
-        first = next(opened.iter_batches(few, [group], wanted), None)
-        return (
-            float(first.nbytes / first.num_rows) if first is not None and first.num_rows else float(encoded)
-        )
-
-    def _batch_rows(self, row_bytes: float) -> int:
-        return int(min(MOST_BATCH_ROWS, max(1, self._batch_bytes // max(1.0, row_bytes))))
 
 
 def _with_path_columns(batch: pa.RecordBatch, in_path: dict[str, pa.Scalar], rows: int) -> pa.RecordBatch:
@@ -436,47 +382,3 @@ def _differs(file: str, difference: str) -> Invalid:
         f"the schema of {file} differs: {difference}",
         hint="rewrite the file, or export its folder on its own",
     )
-
-
-def _storage_of(array: pa.Array) -> pa.Array:
-    return array.storage if isinstance(array.type, pa.BaseExtensionType) else array
-
-
-def _distinct(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """One row for each combination of values; the batch as it is where Arrow cannot group it."""
-    keys = [f"k{i}" for i in range(batch.num_columns)]
-    arrays = [_storage_of(array) for array in batch.columns]
-    table = pa.Table.from_arrays([*arrays, pa.array(range(batch.num_rows))], [*keys, "row"])
-    try:
-        rows = table.group_by(keys).aggregate([("row", "min")])["row_min"]
-    except pa.ArrowNotImplementedError:
-        return batch
-    return batch.take(rows.combine_chunks().sort())
-
-
-class _Extremes:
-    """The least and the greatest value seen, and whether there was a NULL."""
-
-    def __init__(self) -> None:
-        self.null = False
-        self._seen: pa.Array | None = None
-
-    def add(self, array: pa.Array) -> None:
-        self.null |= array.null_count > 0
-        found = _least_and_greatest(_storage_of(array))
-        self._seen = (
-            found if self._seen is None else _least_and_greatest(pa.concat_arrays([self._seen, found]))
-        )
-
-    def rows(self, kind: pa.DataType, with_nulls: bool) -> pa.Array:
-        """Least, greatest and, where some column has NULL, a third row: NULL here if it was seen here."""
-        storage = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-        found = self._seen if self._seen is not None else pa.nulls(2, storage)
-        if with_nulls:
-            found = pa.concat_arrays([found, pa.nulls(1, storage) if self.null else found.slice(0, 1)])
-        return pa.ExtensionArray.from_storage(kind, found) if storage is not kind else found
-
-
-def _least_and_greatest(array: pa.Array) -> pa.Array:
-    both = pc.min_max(array)
-    return pa.concat_arrays([pa.repeat(both["min"], 1), pa.repeat(both["max"], 1)])
