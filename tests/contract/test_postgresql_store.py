@@ -25,8 +25,8 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine
 
-from lockstep.errors import Incompatible, Invalid, LockstepError, Retryable
-from lockstep.job import Event, Progress, State
+from lockstep.errors import ErrorInfo, Fenced, Incompatible, Invalid, LockstepError, Retryable
+from lockstep.job import Event, Lease, Progress, State
 from lockstep.store import JobStore, open_store, sql_schema
 from lockstep.store.sql import SqlStore
 from tests.servers import PASSWORD, Postgresql
@@ -329,6 +329,70 @@ def test_a_deadlock_is_resolved_inside_the_verb(store: JobStore, own: Own, url: 
     watchful.close()
 
 
+def between_read_and_write(store: SqlStore, happens: Callable[[], object]) -> None:
+    """Let something happen once, after the next verb has read its job and before it changes it."""
+    look = store._db.lock
+
+    def look_then_wait(*about: Any) -> Any:
+        store._db.lock = look  # type: ignore[method-assign]
+        seen = look(*about)
+        happens()
+        return seen
+
+    store._db.lock = look_then_wait  # type: ignore[assignment, method-assign]
+
+
+VERBS: dict[str, Callable[[JobStore, Lease], object]] = {
+    "begin": lambda store, lease: store.begin(lease, LEASE_S),
+    "checkpoint": lambda store, lease: store.checkpoint(
+        lease, {"row": 1}, [staged("a")], Progress(1, 10), LEASE_S
+    ),
+    "finish": lambda store, lease: store.finish(lease, {"row": 1}, [staged("a")], Progress(1, 10)),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_another_client_does_between_read_and_write_is_not_lost(
+    store: SqlStore, url: str, verb: str
+) -> None:
+    other = open_store(url)
+    store.create([new_job("job1", 3)])
+    first, second = (begin_task(store, "job1").lease for _ in range(2))
+    between_read_and_write(
+        store, lambda: other.checkpoint(second, {"row": 4}, [staged("b")], Progress(4, 40), LEASE_S)
+    )
+    VERBS[verb](store, first)
+    job = store.read("job1")
+    assert (job.rows_done, job.files) == ((4, 1) if verb == "begin" else (5, 2))
+    assert job.attempts == (3 if verb == "begin" else 2)
+    other.close()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("event", ["killed", "failed", "begun anew"])
+def test_a_lease_that_is_lost_between_read_and_write_changes_nothing(
+    store: SqlStore, url: str, verb: str, event: str
+) -> None:
+    other = open_store(url)
+    store.create([new_job("job1", 2)])
+    lease = begin_task(store, "job1").lease
+    happens = {
+        "killed": lambda: other.stop("job1", Event.KILL),
+        "failed": lambda: other.fail(lease, ErrorInfo("Retryable", "storage is away"), 60.0),
+        "begun anew": lambda: other.begin(lease, LEASE_S),
+    }
+    between_read_and_write(store, happens[event])
+    if verb == "begin" and event == "begun anew":
+        # Each call is a new attempt: this one comes after the other.
+        assert store.begin(lease, LEASE_S).lease.epoch == lease.epoch + 2
+    else:
+        with pytest.raises(Fenced):
+            VERBS[verb](store, lease)
+    job = store.read("job1")
+    assert (job.rows_done, job.files, job.tasks_done) == (0, 0, 0)
+    other.close()
+
+
 def test_a_task_is_found_by_its_key_although_the_server_knows_nothing_of_the_table_yet(
     store: JobStore, own: Own
 ) -> None:
@@ -429,7 +493,8 @@ def test_nothing_is_lost_or_done_twice_while_the_server_dies_again_and_again(
 
 
 class Cutter:
-    """Between a client and the server; when armed, it drops both at the next COMMIT.
+    """Between a client and the server; when armed, it drops both at the next COMMIT, or at a change that
+    needs none because it is one statement.
 
     `landed` says whether the server still gets to see it: either way the client has no reply.
     """
@@ -455,7 +520,7 @@ class Cutter:
                     data = ready.recv(65536)
                     if not data:
                         return
-                    if ready is client and b"COMMIT\0" in data and self.landed is not None:
+                    if ready is client and self.landed is not None and self._ends_a_verb(data):
                         if self.landed:
                             server.sendall(data)
                             server.recv(65536)
@@ -463,6 +528,9 @@ class Cutter:
                         self.cuts += 1
                         return
                     (server if ready is client else client).sendall(data)
+
+    def _ends_a_verb(self, data: bytes) -> bool:
+        return b"COMMIT\0" in data or b"SELECT 1 / (SELECT count(*) FROM c0)" in data
 
     def close(self) -> None:
         self._door.close()
@@ -524,8 +592,6 @@ def test_what_postgresql_cannot_hold_is_refused_or_replaced(store: JobStore) -> 
     assert store.list() == []
     store.create([new_job("job1", partition="a\0b\udcff")])
     assert store.read("job1").plan.partition == "a\0b\udcff"
-    from lockstep.errors import ErrorInfo
-
     error = ErrorInfo("Retryable", "bad byte \0 \udcff")
     store.fail(begin_task(store, "job1").lease, error, 1.0)
     assert store.tasks("job1")[0].error == error

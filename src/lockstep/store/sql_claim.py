@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, bindparam, exists, select
+from sqlalchemy import Connection, Row, Select, bindparam, exists, select
 
 from lockstep.errors import Corrupt, ErrorInfo, LockstepError, Retryable
 from lockstep.job import PLAN_FORMAT, Event, Job, Lease, State, Task, TaskState
@@ -42,7 +42,7 @@ _IDLE_JOBS: Final = (
     .order_by(jobs.c.created_at, jobs.c.job_id)
     .limit(bindparam("slots"))
 )
-_BUSY_JOBS: Final = _candidate.where(jobs.c.job_id.in_(bindparam("busy", expanding=True)), _can_be_claimed)
+_BUSY_JOBS: Final = _candidate.where(_is_leased, _can_be_claimed)
 _GHOSTS: Final = select(jobs.c.job_id).where(IS_RUNNABLE, jobs.c.tasks_done < jobs.c.tasks_total, ~_is_open)
 _FREE_TASKS: Final = (
     select(tasks)
@@ -106,10 +106,10 @@ class ClaimVerb(Records):
         self, conn: Connection, now: float, slots: int, wanted: Sequence[str] | None, wait: bool
     ) -> tuple[list[tuple[JobRow, list[Row[Any]]]], list[str]]:
         """Locked jobs with the tasks to take from each, and the jobs that somebody else has locked."""
-        leases = Counter(job_id for job_id, until in conn.execute(_LEASES) if until > now)
+        leases = Counter(row.job_id for row in self._db.rows(conn, _LEASES, {}) if row.free_at > now)
         turns = [
             (leases[job.job_id], job.created_at, job.job_id)
-            for job in self._candidates(conn, now, slots, sorted(leases), wanted)
+            for job in self._candidates(conn, now, slots, wanted)
         ]
         heapq.heapify(turns)
         locked: dict[str, JobRow] = {}
@@ -137,31 +137,35 @@ class ClaimVerb(Records):
         if job.state not in (State.PENDING, State.RUNNING):
             return []
         about = {"job_id": job.job_id, "stage": job.stage, "now": now, "slots": most}
-        return conn.execute(_FREE_TASKS, about).all()
+        return self._db.rows(conn, _FREE_TASKS, about)
 
     def _candidates(
-        self, conn: Connection, now: float, slots: int, busy: Sequence[str], wanted: Sequence[str] | None
-    ) -> Sequence[Row[Any, Any]]:
+        self, conn: Connection, now: float, slots: int, wanted: Sequence[str] | None
+    ) -> Sequence[Row[Any]]:
         """Jobs with a free task: those without any lease first, up to `slots` of them, then the others.
 
         A job whose plan cannot be read is passed over, and the next one takes its place.
         """
         while True:
-            # A statement that is made anew costs more than it takes to run, and most claims have no filter.
-            only = [] if wanted is None else [jobs.c.job_id.in_(wanted)]
-            only += [jobs.c.job_id.not_in(sorted(self._unreadable))] if self._unreadable else []
-            idle, full = (
-                (_IDLE_JOBS.where(*only), _BUSY_JOBS.where(*only)) if only else (_IDLE_JOBS, _BUSY_JOBS)
-            )
-            rows = list(conn.execute(idle, {"now": now, "slots": slots}))
-            if len(rows) < slots and busy:
-                rows += conn.execute(full, {"now": now, "busy": busy})
+            rows = [*self._candidates_in(conn, _IDLE_JOBS, wanted, {"now": now, "slots": slots})]
+            if len(rows) < slots:
+                rows += self._candidates_in(conn, _BUSY_JOBS, wanted, {"now": now})
             known = self._frozen_or_error(conn, [row.job_id for row in rows])
             broken = {job_id: error for job_id, error in known.items() if isinstance(error, LockstepError)}
             if not broken:
                 return rows
             for job_id, error in broken.items():
                 self._warn(job_id, error)
+
+    def _candidates_in(
+        self, conn: Connection, query: Select[Any], wanted: Sequence[str] | None, about: Mapping[str, Any]
+    ) -> Sequence[Row[Any]]:
+        # A statement that is made anew costs more than it takes to run, and most claims have no filter.
+        if wanted is None and not self._unreadable:
+            return self._db.rows(conn, query, about)
+        only = [] if wanted is None else [jobs.c.job_id.in_(wanted)]
+        only.append(jobs.c.job_id.not_in(sorted(self._unreadable)))
+        return conn.execute(query.where(*only), about).all()
 
     def _lease(self, conn: Connection, task: Row[Any], worker: str, until: float) -> Lease:
         self._set_task(

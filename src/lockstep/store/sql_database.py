@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
 
-from sqlalchemy import Connection, Engine, Executable, Row, Select, Table, inspect, select
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy import Connection, Engine, Row, Select, Table, inspect, select
+from sqlalchemy.engine import URL, Dialect, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.sql.dml import UpdateBase
 
 from lockstep.errors import Incompatible, Invalid, LockstepError, Retryable
 from lockstep.runtime import Clock, backoff_s
@@ -57,6 +59,13 @@ def verb(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return run
 
 
+class Words(NamedTuple):
+    """A statement as the driver takes it, and the parameters that it brings along."""
+
+    text: str
+    own: Mapping[str, Any]
+
+
 class Database(ABC):
     """Opens the database at `url`, makes or upgrades its schema, and hands out transactions.
 
@@ -65,9 +74,12 @@ class Database(ABC):
     not answer.
     """
 
-    def __init__(self, url: URL, engine: Engine) -> None:
+    def __init__(self, url: URL, engine: Engine, wording: Dialect) -> None:
         self.url = url
         self._engine = engine
+        self._wording = wording
+        self._words: dict[Select[Any] | UpdateBase, Words] = {}
+        self._shapes: dict[str, Callable[[Iterable[Any]], Row[Any]]] = {}
         try:
             self._open()
         except BaseException:
@@ -103,22 +115,54 @@ class Database(ABC):
     def note_time(self, connection: Connection, now: float) -> None:
         """Take what came with a row of `with_time` for the time of this transaction."""
 
+    def decided(self, decide: Callable[[Connection], _T]) -> _T:
+        """What `decide` answers, in one transaction of `write`: for the verbs that every task needs.
+
+        It takes hold of one job with `lock` and changes rows with `change`, the job's own among them. It may
+        be asked twice.
+        """
+        with self.write() as connection:
+            return decide(connection)
+
+    @abstractmethod
+    def rows(
+        self, connection: Connection, query: Select[Any], about: Mapping[str, Any]
+    ) -> Sequence[Row[Any]]:
+        """All rows of a query that is a constant of this program; no parameter of it is a list.
+
+        It goes past SQLAlchemy, whose share of a small statement is larger than the database's. Truth comes
+        as the database holds it: 0 or 1 in SQLite.
+        """
+
     def lock(
         self, connection: Connection, locking: Select[Any], reading: Select[Any], about: Mapping[str, Any]
-    ) -> tuple[Mapping[Any, Any] | None, Row[Any] | None]:
+    ) -> tuple[Row[Any] | None, Row[Any] | None]:
         """Run `locking`, then `reading`, which sees what is there once the lock is taken; one row of each."""
-        locked = connection.execute(locking, {"job_id": about["job_id"]}).mappings().one_or_none()
-        return locked, connection.execute(reading, about).one_or_none()
+        locked = self.rows(connection, locking, {"job_id": about["job_id"]})
+        read = self.rows(connection, reading, about)
+        return (locked[0] if locked else None, read[0] if read else None)
 
+    @abstractmethod
     def change(
-        self, connection: Connection, statement: Executable, row: Mapping[str, Any], refused: LockstepError
+        self, connection: Connection, statement: UpdateBase, row: Mapping[str, Any], refused: LockstepError
     ) -> None:
         """Change one row, at the latest when the transaction reads again or ends.
 
         Raises: `refused`, then, if there was no such row; the transaction is undone.
         """
-        if connection.execute(statement, row).rowcount != 1:
-            raise refused
+
+    def _worded(self, statement: Select[Any] | UpdateBase) -> Words:
+        """A constant statement in the driver's words; made once."""
+        if (known := self._words.get(statement)) is None:
+            compiled = statement.compile(dialect=self._wording)
+            own = {name: value for name, value in compiled.params.items() if value is not None}
+            known = self._words[statement] = Words(str(compiled), own)
+        return known
+
+    def _shaped(self, text: str, columns: Iterable[Any], found: Iterable[Any]) -> Sequence[Row[Any]]:
+        if (shape := self._shapes.get(text)) is None:
+            shape = self._shapes[text] = shape_of([column[0] for column in columns])
+        return [shape(row) for row in found]
 
     def close(self) -> None:
         self._engine.dispose()
@@ -176,6 +220,12 @@ def open_database(url: str, clock: Clock) -> Database:
     from lockstep.store.sql_postgresql import PostgresqlDatabase
 
     return PostgresqlDatabase(parsed)
+
+
+def shape_of(columns: Sequence[str]) -> Callable[[Iterable[Any]], Row[Any]]:
+    """Makes rows of plain tuples: columns as attributes, and `_asdict`. Of SQLAlchemy's, no more is used."""
+    shape: Any = namedtuple("shape", columns)  # type: ignore[misc]
+    return cast("Callable[[Iterable[Any]], Row[Any]]", shape._make)
 
 
 def insert_if_absent(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:

@@ -1,35 +1,39 @@
 """PostgreSQL, for workers on many machines. Its own clock judges leases; rows are locked, not the store.
 
-What a verb costs is the number of times that it waits for the server. So changes are gathered and sent
-together, and the lock on a job together with the question that follows it.
+What a verb costs is the number of statements that it sends. So changes are gathered and sent as one, and the
+verbs that every task needs try to do without a transaction around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from typing import cast as cast_type
 
 from sqlalchemy import (
     Connection,
     Double,
     Engine,
-    Executable,
     Row,
     Select,
+    Update,
+    bindparam,
     cast,
     create_engine,
     event,
     extract,
     func,
+    literal_column,
     select,
 )
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.sql.dml import UpdateBase
 
 from lockstep.errors import Invalid, LockstepError, Retryable
-from lockstep.store.sql_database import TIME, Database, Undone
+from lockstep.store.sql_database import TIME, Database, Undone, shape_of
+from lockstep.store.sql_schema import jobs, tasks
 
 if TYPE_CHECKING:
     import psycopg
@@ -41,6 +45,8 @@ IDLE_TIMEOUT_S: Final = 10
 _CONNECTIONS: Final = 8
 _CONNECTIONS_MORE: Final = 24
 _CHANGES: Final = "lockstep_changes"
+_VERSION: Final = "lockstep_version"
+_CHANGES_AT_ONCE: Final = 8
 _SCHEMA_LOCK: Final = 0x6C6F636B73746570  # "lockstep"
 
 # A verb is some milliseconds of small statements, so these are bounds on faults, not on work: a server
@@ -62,6 +68,21 @@ _SOCKET: Final = {
 
 _TIME: Final = cast(extract("epoch", func.clock_timestamp()), Double).label(TIME)
 _NOW: Final = select(_TIME)
+# `xmin` names the transaction that wrote a row: as long as it is the same, nobody has changed the row.
+_JOB_AND_TASK: Final = (
+    select(jobs, _TIME, literal_column("lockstep_jobs.xmin::text").label("version"), tasks)
+    .outerjoin(
+        tasks,
+        (tasks.c.job_id == jobs.c.job_id)
+        & (tasks.c.stage == bindparam("stage"))
+        & (tasks.c.idx == bindparam("idx")),
+    )
+    .where(jobs.c.job_id == bindparam("job_id"))
+)
+_IF_UNMOVED: Final = " AND lockstep_jobs.xmin::text = %(version)s"
+_JOB_SHAPE: Final = shape_of([*jobs.c.keys(), TIME])
+_TASK_SHAPE: Final = shape_of(tasks.c.keys())
+_T = TypeVar("_T")
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html
 _UNDONE: Final = frozenset({"40001", "40P01", "23505"})
@@ -83,6 +104,26 @@ _REFUSED_WORDS: Final = (
 )
 
 
+class _Change(NamedTuple):
+    statement: UpdateBase
+    row: Mapping[str, Any]
+    refused: LockstepError
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What it touches. Entries of the history share one place: their order counts."""
+        named = (self.row.get(name) for name in ("b_job_id", "b_stage", "b_idx", "seq"))
+        return (self.statement.table, *named)
+
+    @property
+    def moves_the_job(self) -> bool:
+        return isinstance(self.statement, Update) and self.statement.table is jobs
+
+
+class _Overtaken(Exception):
+    """The job was changed since it was read, or more has to be done than one statement can do."""
+
+
 class PostgresqlDatabase(Database):
     def __init__(self, url: URL) -> None:
         if not url.database:
@@ -94,14 +135,17 @@ class PostgresqlDatabase(Database):
         self._read_engine = engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
-        self._texts: dict[Any, str] = {}
+        self._alone_engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._texts: dict[tuple[bool, tuple[UpdateBase, ...]], str] = {}
 
         @event.listens_for(engine, "before_cursor_execute")
         def send_first(connection: Connection, *_rest: object) -> None:
+            if _VERSION in connection.info:
+                raise _Overtaken
             # Whatever is read sees the changes before it.
             self._send(connection)
 
-        super().__init__(url, engine)
+        super().__init__(url, engine, engine.dialect)
 
     @property
     def name(self) -> str:
@@ -138,11 +182,66 @@ class PostgresqlDatabase(Database):
                     raise self._unknown(error) from error
                 raise
 
+    def decided(self, decide: Callable[[Connection], _T]) -> _T:
+        """First without a lock: one statement reads job and task, one changes them if the job has not moved.
+
+        If it has, or if more is to be done, again in a transaction, which waits in line for the job.
+        """
+        try:
+            with self._told(), self._alone_engine.connect() as connection:
+                return self._decided_alone(connection, decide)
+        except _Overtaken:
+            return super().decided(decide)
+
+    def _decided_alone(self, connection: Connection, decide: Callable[[Connection], _T]) -> _T:
+        info = connection.info
+        info.pop(TIME, None)
+        info[_CHANGES], info[_VERSION] = [], None
+        try:
+            answer = decide(connection)
+            if info[_CHANGES]:
+                self._send_alone(connection, info[_CHANGES], info[_VERSION])
+            return answer
+        finally:
+            info[_CHANGES] = []
+            del info[_VERSION]
+
+    def _send_alone(self, connection: Connection, changes: list[_Change], version: str) -> None:
+        """Raises: _Overtaken if nothing was changed; Retryable if nobody knows."""
+        import psycopg
+
+        # The job first: whoever waits for it holds no task meanwhile, so nobody waits in a circle.
+        changes = sorted(changes, key=lambda change: not change.moves_the_job)
+        if not changes[0].moves_the_job or len(_grouped(changes)) > 1:
+            raise _Overtaken
+        row = {**_numbered(changes), "version": version}
+        try:
+            with self._driven(connection):
+                _driver(connection).execute(self._together(changes, alone=True), row)
+        except DBAPIError as error:
+            if isinstance(error.orig, psycopg.errors.DivisionByZero):
+                raise _Overtaken from error
+            if error.connection_invalidated:
+                raise self._unknown(error) from error
+            raise
+
+    def rows(
+        self, connection: Connection, query: Select[Any], about: Mapping[str, Any]
+    ) -> Sequence[Row[Any]]:
+        if _VERSION in connection.info:
+            raise _Overtaken
+        self._send(connection)
+        text, own = self._worded(query)
+        with self._driven(connection):
+            cursor = _driver(connection).execute(text, {**own, **about})
+            found = cursor.fetchall()
+        return self._shaped(text, cursor.description or (), found)
+
     def now(self, connection: Connection) -> float:
         """One time for one transaction: asked for once, or brought along with the first row it locks."""
         known: float | None = connection.info.get(TIME)
         if known is None:
-            known = connection.execute(_NOW).scalar_one()
+            known = self.rows(connection, _NOW, {})[0][0]
             connection.info[TIME] = known
         return known
 
@@ -155,43 +254,55 @@ class PostgresqlDatabase(Database):
 
     def lock(
         self, connection: Connection, locking: Select[Any], reading: Select[Any], about: Mapping[str, Any]
-    ) -> tuple[Mapping[Any, Any] | None, Row[Any] | None]:
-        from psycopg.rows import dict_row, namedtuple_row
-
-        self._send(connection)
-        driver = _driver(connection)
-        with self._driven(connection), driver.pipeline():
-            locked = driver.cursor(row_factory=dict_row).execute(
-                self._text(locking), {"job_id": about["job_id"]}
-            )
-            read = driver.cursor(row_factory=namedtuple_row).execute(self._text(reading), about)
-        # Fetched after the block: inside it, each fetch would wait for the server once more. Of the second
-        # row only the columns are used, as attributes.
-        return locked.fetchone(), cast_type("Row[Any] | None", read.fetchone())
+    ) -> tuple[Row[Any] | None, Row[Any] | None]:
+        if _VERSION not in connection.info:
+            return super().lock(connection, locking, reading, about)
+        text, own = self._worded(_JOB_AND_TASK)
+        with self._driven(connection):
+            found = _driver(connection).execute(text, {**own, **about}).fetchone()
+        if found is None:
+            return None, None
+        width = len(jobs.c) + 1
+        connection.info[_VERSION] = found[width]
+        task = _TASK_SHAPE(found[width + 1 :])
+        return _JOB_SHAPE(found[:width]), None if task.job_id is None else task
 
     def change(
-        self, connection: Connection, statement: Executable, row: Mapping[str, Any], refused: LockstepError
+        self, connection: Connection, statement: UpdateBase, row: Mapping[str, Any], refused: LockstepError
     ) -> None:
-        connection.info[_CHANGES].append((self._text(statement), row, refused))
+        connection.info[_CHANGES].append(_Change(statement, row, refused))
 
     def _send(self, connection: Connection) -> None:
         """Send all changes that were gathered. Raises: what the first of them that met no row says."""
-        changes = connection.info.get(_CHANGES)
+        changes: list[_Change] | None = connection.info.get(_CHANGES)
         if not changes:
             return
         connection.info[_CHANGES] = []
-        driver = _driver(connection)
-        with self._driven(connection), driver.pipeline():
-            sent = [driver.execute(text, row) for text, row, _ in changes]
-        for cursor, (_, _, refused) in zip(sent, changes, strict=True):
-            if cursor.rowcount != 1:
-                raise refused
+        for group in _grouped(changes):
+            with self._driven(connection):
+                sent = _driver(connection).execute(self._together(group), _numbered(group))
+                counts = sent.fetchone() or ()
+            for count, change in zip(counts, group, strict=True):
+                if count != 1:
+                    raise change.refused
 
-    def _text(self, statement: Any) -> str:
-        """The statement in the driver's words; made once."""
-        if (known := self._texts.get(statement)) is None:
-            known = self._texts[statement] = str(statement.compile(dialect=self._engine.dialect))
-        return known
+    def _together(self, changes: Sequence[_Change], *, alone: bool = False) -> str:
+        """One statement that makes all these changes, and counts for each the rows that it met; made once.
+
+        `alone`: it fails as a whole if one of them met no row, and if the job, which comes first, has moved.
+        """
+        statements = tuple(change.statement for change in changes)
+        if (known := self._texts.get((alone, statements))) is not None:
+            return known
+        parts = []
+        for number, statement in enumerate(statements):
+            text = self._worded(statement).text.replace("%(", f"%(c{number}_")
+            if alone and isinstance(statement, Update):
+                text += " AND EXISTS (SELECT 1 FROM c0)" if number else _IF_UNMOVED
+            parts.append(f"c{number} AS ({text} RETURNING 1)")
+        count = "1 / (SELECT count(*) FROM c{})" if alone else "(SELECT count(*) FROM c{})"
+        counts = ", ".join(count.format(number) for number in range(len(changes)))
+        return self._texts.setdefault((alone, statements), f"WITH {', '.join(parts)} SELECT {counts}")
 
     @contextmanager
     def _driven(self, connection: Connection) -> Iterator[None]:
@@ -272,6 +383,28 @@ def _engine(url: URL) -> Engine:
             f"the driver for PostgreSQL is not installed ({error.name})",
             hint="pip install 'lockstep[postgresql]'",
         ) from error
+
+
+def _grouped(changes: Sequence[_Change]) -> list[list[_Change]]:
+    """Changes that one statement can make: it may touch no row twice, and knows no order."""
+    groups: list[list[_Change]] = []
+    touched: set[tuple[object, ...]] = set()
+    for change in changes:
+        if not groups or change.place in touched or len(groups[-1]) == _CHANGES_AT_ONCE:
+            groups.append([])
+            touched.clear()
+        groups[-1].append(change)
+        touched.add(change.place)
+    return groups
+
+
+def _numbered(changes: Sequence[_Change]) -> dict[str, Any]:
+    """The parameters of changes that are made together."""
+    return {
+        f"c{number}_{name}": value
+        for number, change in enumerate(changes)
+        for name, value in change.row.items()
+    }
 
 
 def _driver(connection: Connection) -> psycopg.Connection[Any]:

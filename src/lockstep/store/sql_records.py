@@ -66,6 +66,11 @@ _WORKERS: Final = (
     .distinct()
 )
 _RETRYING: Final = select(tasks.c.job_id, func.count()).where(IS_RETRYING, _in_ids).group_by(tasks.c.job_id)
+_of_it: Final = tasks.c.job_id == bindparam("job_id")
+_WORKERS_OF_IT: Final = (
+    select(tasks.c.owner).where(IS_LEASED, _of_it, tasks.c.free_at > bindparam("now")).distinct()
+)
+_RETRYING_OF_IT: Final = select(func.count().label("tasks")).where(IS_RETRYING, _of_it)
 _LEASED_OF_JOB: Final = select(tasks).where(IS_LEASED, tasks.c.job_id == bindparam("job_id"))
 
 
@@ -115,8 +120,8 @@ class Records:
 
     def _lock_at_once(self, conn: Connection, job_id: str) -> JobRow | None:
         """As `_lock`; None instead of waiting for somebody who has it locked, or if it is gone."""
-        row = conn.execute(self._locking_at_once, {"job_id": job_id}).one_or_none()
-        return None if row is None else self._timed(conn, JobRow(**row._mapping))
+        found = self._db.rows(conn, self._locking_at_once, {"job_id": job_id})
+        return self._timed(conn, JobRow(**found[0]._asdict())) if found else None
 
     def _lock_if_there(self, conn: Connection, job_id: str) -> JobRow | None:
         try:
@@ -146,12 +151,7 @@ class Records:
         now = self._db.now(conn)
         ids = [row.job_id for row in rows]
         frozen = self._frozen_or_error(conn, ids)
-        workers: dict[str, set[str]] = {}
-        retrying: dict[str, int] = {}
-        for some in _batches(ids):
-            for job_id, owner in conn.execute(_WORKERS, {"ids": some, "now": now}):
-                workers.setdefault(job_id, set()).add(owner)
-            retrying.update(conn.execute(_RETRYING, {"ids": some}).all())
+        workers, retrying = self._activity(conn, ids, now)
         found = []
         for row in rows:
             known = frozen[row.job_id]
@@ -161,6 +161,23 @@ class Records:
                 busy = workers.get(row.job_id, set())
                 found.append(_as_job(row, known, busy, retrying.get(row.job_id, 0), now))
         return found
+
+    def _activity(
+        self, conn: Connection, ids: Sequence[str], now: float
+    ) -> tuple[dict[str, set[str]], dict[str, int]]:
+        """Who works on each job, and how many of its tasks wait for their next attempt."""
+        workers: dict[str, set[str]] = {}
+        retrying: dict[str, int] = {}
+        if len(ids) == 1:
+            about = {"job_id": ids[0], "now": now}
+            workers[ids[0]] = {owner for (owner,) in self._db.rows(conn, _WORKERS_OF_IT, about)}
+            retrying[ids[0]] = self._db.rows(conn, _RETRYING_OF_IT, {"job_id": ids[0]})[0].tasks
+            return workers, retrying
+        for some in _batches(ids):
+            for job_id, owner in conn.execute(_WORKERS, {"ids": some, "now": now}):
+                workers.setdefault(job_id, set()).add(owner)
+            retrying.update(conn.execute(_RETRYING, {"ids": some}).all())
+        return workers, retrying
 
     def _frozen_of(self, conn: Connection, job_id: str) -> Frozen:
         """Raises: Incompatible or Corrupt if it cannot be read."""
@@ -308,8 +325,15 @@ class Records:
         self._db.change(conn, _task_update(tuple(sorted(changes))), {**changes, **keys}, refused)
 
 
-_NOTE: Final = insert(history).values(
-    {name: bindparam(name) for name in ("job_id", "at", "event", "state", "generation", "detail", "worker")}
+_NOTE: Final = (
+    insert(history)
+    .values(
+        {
+            name: bindparam(name)
+            for name in ("job_id", "at", "event", "state", "generation", "detail", "worker")
+        }
+    )
+    .inline()
 )
 
 
@@ -423,8 +447,8 @@ def _as_job(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying:
         finished_at=row.finished_at,
         snapshot_id=row.snapshot_id,
         workers=tuple(sorted(workers | ({row.commit_owner} if committing else set()))),
-        kill_requested=row.kill_requested,
-        released=row.released,
+        kill_requested=bool(row.kill_requested),
+        released=bool(row.released),
         commit_started_at=row.commit_started_at,
         commit_attempts=row.commit_attempts,
         error=as_error(row.error),

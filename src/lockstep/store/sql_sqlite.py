@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from typing import cast as cast_type
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, Row, Select, create_engine, event
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.sql.dml import UpdateBase
 
 from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
 from lockstep.runtime import Clock
@@ -36,7 +40,7 @@ class SqliteDatabase(Database):
         self._writer = threading.Lock()
         engine = _engine(url)
         self._write_engine = engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
-        super().__init__(url, engine)
+        super().__init__(url, engine, sqlite.dialect(paramstyle="named"))
 
     @property
     def name(self) -> str:
@@ -62,6 +66,24 @@ class SqliteDatabase(Database):
 
     def note_time(self, connection: Connection, now: float) -> None:
         """Nothing to do: the clock is asked whenever it is needed."""
+
+    def rows(
+        self, connection: Connection, query: Select[Any], about: Mapping[str, Any]
+    ) -> Sequence[Row[Any]]:
+        text, own = self._worded(query)
+        with _driven():
+            cursor = _driver(connection).execute(text, {**own, **about})
+            found = cursor.fetchall()
+        return self._shaped(text, cursor.description, found)
+
+    def change(
+        self, connection: Connection, statement: UpdateBase, row: Mapping[str, Any], refused: LockstepError
+    ) -> None:
+        text, own = self._worded(statement)
+        with _driven():
+            changed = _driver(connection).execute(text, {**own, **row}).rowcount
+        if changed != 1:
+            raise refused
 
     def _open(self) -> None:
         with self.read() as connection:
@@ -126,9 +148,23 @@ def _engine(url: URL) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
+        with _driven():
+            _driver(connection).execute(connection.get_execution_options().get(_BEGIN, "BEGIN"))
 
     return engine
+
+
+def _driver(connection: Connection) -> sqlite3.Connection:
+    return cast_type("sqlite3.Connection", connection.connection.driver_connection)
+
+
+@contextmanager
+def _driven() -> Iterator[None]:
+    """Where the driver is spoken to directly, its errors look as if they came through SQLAlchemy."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise DBAPIError("", None, error) from error
 
 
 def _use_wal(connection: Connection) -> None:

@@ -78,7 +78,7 @@ _ABANDON_TASKS: Final = (
 class TaskVerbs(Records):
     @verb
     def begin(self, lease: Lease, lease_s: float) -> Begun:
-        with self._db.write() as conn:
+        def decide(conn: Connection) -> Begun:
             job, found = self._job_and_task(conn, lease)
             _refuse_ended(job)
             now = self._db.now(conn)
@@ -103,8 +103,10 @@ class TaskVerbs(Records):
             )
             job = self._run(conn, job, lease.worker)
             self._add(conn, job, attempts=1, **lost_progress([task]))
-        position = None if task.position is None else json.loads(task.position)
-        return Begun(replace(lease, epoch=task.epoch + 1), position, task.saved_rows, task.saved_bytes)
+            position = None if task.position is None else json.loads(task.position)
+            return Begun(replace(lease, epoch=task.epoch + 1), position, task.saved_rows, task.saved_bytes)
+
+        return self._db.decided(decide)
 
     @verb
     def checkpoint(
@@ -116,7 +118,8 @@ class TaskVerbs(Records):
         lease_s: float,
     ) -> Verdict:
         batch = Batch.of(position, staged, FILES_PER_CHUNK)
-        with self._db.write() as conn:
+
+        def decide(conn: Connection) -> Verdict:
             job, found = self._job_and_task(conn, lease)
             _refuse_ended(job)
             now = self._db.now(conn)
@@ -126,14 +129,17 @@ class TaskVerbs(Records):
             changes, counters = self._store(conn, job, task, batch, progress)
             self._set_task(conn, task, free_at=now + lease_s, **changes)
             self._swap(conn, job, counters)
-        return _verdict(job)
+            return _verdict(job)
+
+        return self._db.decided(decide)
 
     @verb
     def finish(
         self, lease: Lease, position: Position, staged: Sequence[StagedFile], progress: Progress
     ) -> None:
         batch = Batch.of(position, staged, FILES_PER_CHUNK)
-        with self._db.write() as conn:
+
+        def decide(conn: Connection) -> None:
             job, found = self._job_and_task(conn, lease)
             if _finished_so(found, lease, batch):
                 return
@@ -146,6 +152,8 @@ class TaskVerbs(Records):
             job = self._commit_if_done(conn, job, lease.worker)
             if job.state != State.PAUSED:
                 self._run(conn, job, lease.worker)
+
+        self._db.decided(decide)
 
     @verb
     def fail(self, lease: Lease, error: ErrorInfo, retry_in_s: float | None) -> None:
@@ -278,7 +286,7 @@ class TaskVerbs(Records):
         job, task = self._db.lock(conn, self._locking, TASK, about)
         if job is None:
             raise Fenced(f"job {lease.job_id} is no longer in the store")
-        return self._timed(conn, JobRow(**job)), task
+        return self._timed(conn, JobRow(**job._asdict())), task
 
     def _held(self, conn: Connection, lease: Lease) -> Row[Any]:
         """The task of a lease that is still the newest. Raises: Fenced if it is not."""
