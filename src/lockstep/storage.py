@@ -15,6 +15,7 @@ import errno
 import hashlib
 import io
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
 from lockstep.runtime import new_id
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import S3Store
 
 CHECKSUM_BYTES: Final = 16
@@ -132,6 +134,25 @@ class Storage:
             if _is_missing_object(error):
                 return None
             raise translated(error, "look at", url) from error
+
+    def find(self, url: str) -> StoredFile | None:
+        """One file as a listing shows it, or None if there is no such file. Raises: Invalid, Retryable."""
+        if (path := local_path(url)) is not None:
+            try:
+                found = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                raise translated(error, "look at", url) from error
+            return _stored_local(url, found) if stat.S_ISREG(found.st_mode) else None
+        store, key = self._object(url)
+        try:
+            meta = store.head(key)
+        except Exception as error:
+            if _is_missing_object(error):
+                return None
+            raise translated(error, "look at", url) from error
+        return _stored_object(url, meta)
 
     def read(self, url: str) -> bytes:
         """All of it. Raises: Retryable if it is not there or does not answer; Invalid."""
@@ -393,9 +414,12 @@ def _list_local(prefix: str, folder: Path) -> Iterator[StoredFile]:
                 found = os.stat(os.path.join(parent, name))
             except FileNotFoundError:
                 continue  # deleted since the folder was read
-            url = "/".join((prefix, name) if below == "." else (prefix, below, name))
-            etag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
-            yield StoredFile(url, found.st_size, etag, found.st_mtime)
+            yield _stored_local("/".join((prefix, name) if below == "." else (prefix, below, name)), found)
+
+
+def _stored_local(url: str, found: os.stat_result) -> StoredFile:
+    etag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+    return StoredFile(url, found.st_size, etag, found.st_mtime)
 
 
 def _put_local_if_absent(url: str, path: Path, data: bytes) -> bool:
@@ -550,11 +574,10 @@ def _list_objects(prefix: str, store: S3Store, key: str) -> Iterator[StoredFile]
     try:
         for page in store.list(key or None):
             for found in page:
-                yield StoredFile(
-                    root + found["path"],
-                    found["size"],
-                    found["e_tag"] or "",
-                    found["last_modified"].timestamp(),
-                )
+                yield _stored_object(root + found["path"], found)
     except Exception as error:
         raise translated(error, "list", prefix) from error
+
+
+def _stored_object(url: str, found: ObjectMeta) -> StoredFile:
+    return StoredFile(url, found["size"], found["e_tag"] or "", found["last_modified"].timestamp())

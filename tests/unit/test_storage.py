@@ -41,6 +41,15 @@ def test_a_closed_file_has_the_size_and_checksum_that_the_writer_says(storage, t
     assert writer.checksum == hashlib.blake2b(b"one two", digest_size=16).hexdigest()
 
 
+def test_one_file_is_found_as_a_listing_shows_it(storage, tmp_path):
+    write(storage, f"{tmp_path}/a/x", b"first")
+    (listed,) = storage.list(f"{tmp_path}/a")
+    assert storage.find(f"{tmp_path}/a/x") == listed
+    assert storage.find(f"{tmp_path}/a") is None
+    assert storage.find(f"{tmp_path}/none") is None
+    assert storage.find(f"{tmp_path}/a/x/below") is None
+
+
 def test_an_existing_file_is_never_overwritten(storage, tmp_path):
     url = f"{tmp_path}/x"
     write(storage, url, b"first")
