@@ -2,7 +2,7 @@
 
 A source is opened from an address with its secrets filled in; what it returns (pins, descriptors,
 positions) is JSON without secrets. Implementations: `clickhouse` (a server, or chDB through
-`chdb_server`), `parquet`.
+`chdb_server`), `parquet`. An import reads from an `Input`: raw files (`files`).
 """
 
 from __future__ import annotations
@@ -266,3 +266,24 @@ def open_source(address: str, config: Config) -> Source:
         f'"{scheme}:" is not a source that Lockstep knows' if ":" in address else "the source has no scheme",
         hint="a source is clickhouse://…, clickhouses://…, chdb:PATH/db/table or parquet:PATH",
     )
+
+
+def open_input(addresses: Sequence[str], options: ParseOptions, config: Config) -> Input:
+    """What an import reads, from addresses whose secrets are filled in: raw files, or one Iceberg table.
+
+    Raises: Invalid for addresses that are of no known form, or that do not go together.
+    """
+    if any(address.startswith("iceberg://") for address in addresses):
+        if len(addresses) > 1:
+            raise Invalid("an Iceberg table is imported alone, not together with other inputs")
+        raise Invalid("Lockstep does not import Iceberg tables yet")
+    from lockstep.source.files import FilesInput
+
+    return FilesInput(addresses, options, config)
+
+
+def open_frozen(address: str, pin: Json, config: Config) -> Input:
+    """The input of a job that was planned: its pin says which files they are, and how they are read."""
+    from lockstep.source.files import FilesInput
+
+    return FilesInput.of_pin(pin, config)

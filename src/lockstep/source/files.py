@@ -1,0 +1,218 @@
+"""Raw files as the input of an import: CSV so far, from disks and object stores, compressed or not.
+
+Files cannot be frozen, so a pin is a list of names, sizes and identities; a file that changed or went away
+since is `Corrupt`, looked for before the first row and again before the last one of each task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from lockstep.errors import Corrupt, Invalid
+from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
+from lockstep.source import Chunk, ParseOptions, PartInfo, Pin, Place, SourceTable
+from lockstep.source.files_blocks import Dialect, Records
+from lockstep.source.files_csv import CsvParser, dialect_of
+from lockstep.source.files_describe import Described, describe_csv
+from lockstep.source.files_fit import Parser
+from lockstep.source.files_list import list_inputs
+from lockstep.source.files_open import (
+    MAGIC_BYTES,
+    OpenFile,
+    RawFile,
+    bare_name,
+    compression_of,
+    identity_of,
+    require_unchanged,
+)
+from lockstep.source.files_text import TextReader, pieces_of, plan_text
+from lockstep.storage import Storage, StoredFile
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+PIN_KIND: Final = "files"
+FORMATS: Final = ("csv", "json", "parquet", "avro")
+_SUFFIXES: Final = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".tab": "csv",
+    ".txt": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".avro": "avro",
+}
+
+
+class FilesInput:
+    """An `Input` over paths, folders, globs and s3:// addresses."""
+
+    def __init__(self, addresses: Sequence[str], options: ParseOptions, config: Config) -> None:
+        self._addresses = addresses
+        self._options = options
+        self._config = config
+        self._storage = Storage(config.storage)
+
+    @classmethod
+    def of_pin(cls, pin: Json, config: Config) -> FilesInput:
+        """The input that a pin was made of. Nothing is listed again: the pin says it all."""
+        return cls((), ParseOptions.from_json(pin["options"]), config)
+
+    @cached_property
+    def _files(self) -> list[StoredFile]:
+        return list_inputs(self._storage, self._addresses, self._config.root)
+
+    @cached_property
+    def _described(self) -> Described:
+        try:
+            format = self._format()
+            if format == "csv":
+                return describe_csv(self._storage, self._raw_files(), self._options)
+            raise Invalid(f"Lockstep does not read {format} yet")
+        except Corrupt as error:
+            raise Invalid(error.message, hint=error.hint) from error
+
+    def describe(self) -> SourceTable:
+        urls = [file.url for file in self._files]
+        more = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
+        digest = hashlib.blake2b("\n".join(urls).encode(), digest_size=16).hexdigest()
+        return SourceTable(
+            name=urls[0] + more,
+            identity=f"files:{urls[0] if len(urls) == 1 else digest}",
+            columns=self._described.columns,
+            partitioning=(),
+            partition_key="",
+        )
+
+    def freeze(self) -> Pin:
+        described = self._described
+        by_url = {file.url: file for file in self._files}
+        files = [
+            replace(file, identity=identity_of(self._storage, by_url[file.url])) for file in described.files
+        ]
+        detail: Json = {
+            "kind": PIN_KIND,
+            "format": self._format(),
+            "options": replace(self._options, **described.found).to_json(),
+            "layouts": [list(names) for names in described.layouts],
+            "record_bytes": described.record_bytes,
+            "files": [file.to_json() for file in files],
+        }
+        parts = [PartInfo(file.url, file.rows or 0, file.size_bytes, Piece(file.url)) for file in files]
+        return Pin(detail, parts, sum(part.rows for part in parts))
+
+    def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
+        """A limit on the records makes one task of all: only so can they be counted."""
+        frozen = _Frozen.of(pin.detail)
+        whole = frozen.options.limit is not None
+        return plan_text(
+            self._storage, frozen.files, frozen.records, task_bytes, frozen.record_bytes, whole=whole
+        )
+
+    def read(
+        self,
+        pin: Json,
+        descriptor: Json,
+        position: Position | None,
+        columns: Sequence[ColumnMap],
+        batch_bytes: int,
+    ) -> Iterator[Chunk]:
+        frozen = _Frozen.of(pin)
+        files = [frozen.files[number] for number in dict.fromkeys(p.file for p in pieces_of(descriptor))]
+        self._require_unchanged(files)
+        held: Chunk | None = None
+        reader = TextReader(self._storage, frozen.files, frozen.records, frozen.options.limit)
+        for chunk in reader.read(descriptor, position, frozen.parsers(columns), batch_bytes):
+            if held is not None:
+                yield held
+            held = chunk
+        if held is not None:
+            # Rows read from a file that was overwritten meanwhile must not count as delivered.
+            self._require_unchanged(files)
+            yield held
+
+    def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
+        frozen = _Frozen.of(pin)
+        return TextReader(self._storage, frozen.files, frozen.records, None).locate(descriptor, record)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _require_unchanged(self, files: Sequence[RawFile]) -> None:
+        for file in files:
+            require_unchanged(self._storage, file)
+
+    def _format(self) -> str:
+        if self._options.format is not None:
+            if self._options.format not in FORMATS:
+                raise Invalid(
+                    f"--format {self._options.format} is not known", hint="it is " + ", ".join(FORMATS)
+                )
+            return self._options.format
+        found = {format_of(file.url) for file in self._files} - {None}
+        if len(found) > 1:
+            raise Invalid(
+                f"the inputs are of different formats: {', '.join(sorted(map(str, found)))}",
+                hint="import them one format at a time, or say what they are with --format",
+            )
+        return found.pop() or "csv" if found else "csv"
+
+    def _raw_files(self) -> list[RawFile]:
+        """The files with their compression; identities are not known yet."""
+        files = []
+        for file in self._files:
+            with OpenFile(self._storage, file.url, "none") as opened:
+                head = opened.read(MAGIC_BYTES)
+            compression = compression_of(file.url, head, self._options.compression)
+            files.append(RawFile(file.url, file.size_bytes, "", compression))
+        return files
+
+
+def format_of(url: str) -> str | None:
+    name = bare_name(url).lower()
+    return next((format for suffix, format in _SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """A pin, read."""
+
+    format: str
+    options: ParseOptions
+    layouts: Sequence[Sequence[str]]
+    record_bytes: float
+    files: Sequence[RawFile]
+
+    @classmethod
+    def of(cls, pin: Json) -> _Frozen:
+        return cls(
+            pin["format"],
+            ParseOptions.from_json(pin["options"]),
+            pin["layouts"],
+            pin["record_bytes"],
+            [RawFile.from_json(raw) for raw in pin["files"]],
+        )
+
+    @cached_property
+    def _dialect(self) -> Dialect:
+        return dialect_of(self.options, self.options.delimiter or ",")
+
+    @property
+    def records(self) -> Records:
+        return self._dialect
+
+    def parsers(self, columns: Sequence[ColumnMap]) -> Callable[[int], Parser]:
+        made: dict[int, Parser] = {}
+
+        def parser(layout: int) -> Parser:
+            if layout not in made:
+                made[layout] = CsvParser(self.layouts[layout], columns, self._dialect, self.options.null)
+            return made[layout]
+
+        return parser

@@ -1,0 +1,251 @@
+"""Where records begin and end in text, and text cut into blocks of whole records.
+
+A record of CSV ends at a line end that is outside of quotes: a quote opens only at the beginning of a field,
+two quotes inside of it are one, and a quote anywhere else is an ordinary character. Python's csv module and
+Arrow's parser read it so, and cuts must agree with the parser byte by byte. Line ends are \\n, \\r\\n, or \\r
+alone. An empty line is no record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import Corrupt
+
+Offsets = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+NEWLINE: Final = 0x0A
+RETURN: Final = 0x0D
+
+
+class Records(Protocol):
+    """How a kind of text falls into records."""
+
+    def last_end(self, data: bytes) -> int:
+        """The end of the last record that is surely whole, from a record's beginning on; 0 if none is."""
+        ...
+
+    def spans(self, data: bytes) -> list[tuple[int, int]]:
+        """Begin and end, line end included, of each record of a block that ends where a record does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The characters that give CSV its shape, one byte each; empty where there is none."""
+
+    delimiter: bytes = b","
+    quote: bytes = b'"'
+    escape: bytes = b""
+
+    def last_end(self, data: bytes) -> int:
+        if self.escape and self.escape in data:
+            return self._walked_end(data)
+        if not self.quote or self.quote not in data:
+            return _last_line_end(data, len(data))
+        quotes = _positions(data, self.quote)
+        end, before = self._last_end_outside(data, quotes)
+        return end if self._pairs_up(data, quotes[:before]) else self._walked_end(data)
+
+    def spans(self, data: bytes) -> list[tuple[int, int]]:
+        if self.escape and self.escape in data:
+            return self._walked_spans(data)
+        ends = line_ends(data)
+        if self.quote and self.quote in data:
+            quotes = _positions(data, self.quote)
+            if not self._pairs_up(data, quotes):
+                return self._walked_spans(data)
+            ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+        return _spans_between(data, ends.tolist())
+
+    def _last_end_outside(self, data: bytes, quotes: Offsets) -> tuple[int, int]:
+        """The last line end with as many quotes opened as closed, and how many quotes say so."""
+        for find in (_rfind_newline, _rfind_lone_return):
+            before = len(data)
+            while (at := find(data, before)) >= 0:
+                inside = int(np.searchsorted(quotes, at))
+                if inside % 2 == 0:
+                    return at + 1, inside
+                before = int(quotes[inside - 1])
+        return 0, len(quotes)
+
+    def _pairs_up(self, data: bytes, quotes: Offsets) -> bool:
+        """Whether counting quotes tells inside from outside: each opens a field, closes one, or is doubled.
+
+        A doubled quote closes and opens again with nothing in between, so it counts like any other pair.
+        """
+        view = np.frombuffer(data, np.uint8)
+        opening, closing = quotes[0::2], quotes[1::2]
+        before = view[opening[opening > 0] - 1]
+        after = view[closing[closing < len(data) - 1] + 1]
+        return bool(self._beside_quotes[before].all() and self._beside_quotes[after].all())
+
+    @cached_property
+    def _beside_quotes(self) -> npt.NDArray[np.bool_]:
+        allowed = np.zeros(256, np.bool_)
+        allowed[[self.delimiter[0], self.quote[0], NEWLINE, RETURN]] = True
+        return allowed
+
+    # The careful way, one record at a time: escapes, and quotes in unusual places
+
+    @cached_property
+    def _record(self) -> re.Pattern[bytes]:
+        separator, quote, escape = (re.escape(c) for c in (self.delimiter, self.quote, self.escape))
+        escaped = rb"|%s[\s\S]" % escape if self.escape else b""
+        plain = rb"(?:[^%s\r\n%s]%s)*+" % (separator, escape, escaped)
+        field = plain
+        if self.quote:
+            inside = rb"(?:[^%s%s]|%s%s%s)*+" % (quote, escape, quote, quote, escaped)
+            field = rb"(?:%s%s(?:%s%s)?+|%s)" % (quote, inside, quote, plain, plain)
+        return re.compile(rb"%s(?:%s%s)*+" % (field, separator, field))
+
+    def _walk(self, data: bytes) -> Iterator[tuple[int, int, bool]]:
+        """Begin, end, and whether a line end was seen; an end that could be half of \\r\\n was not."""
+        start = 0
+        while start < len(data):
+            match = self._record.match(data, start)
+            end = match.end() if match else start
+            if self.escape and data[end : end + 1] == self.escape:
+                end = len(data)  # an escape with nothing after it
+            if end == len(data):
+                yield start, end, False
+                return
+            if data[end] == RETURN:
+                sure = end + 1 < len(data)
+                end += 2 if data[end + 1 : end + 2] == b"\n" else 1
+            else:
+                sure, end = True, end + 1
+            yield start, end, sure
+            start = end
+
+    def _walked_end(self, data: bytes) -> int:
+        last = 0
+        for _, end, sure in self._walk(data):
+            if sure:
+                last = end
+        return last
+
+    def _walked_spans(self, data: bytes) -> list[tuple[int, int]]:
+        return [(start, end) for start, end, _ in self._walk(data) if data[start:end].strip(b"\r\n")]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One record per line, whatever is in it."""
+
+    def last_end(self, data: bytes) -> int:
+        return data.rfind(b"\n") + 1
+
+    def spans(self, data: bytes) -> list[tuple[int, int]]:
+        view = np.frombuffer(data, np.uint8)
+        ends = (np.flatnonzero(view == NEWLINE) + 1).tolist()
+        return [span for span in _between(data, ends) if data[span[0] : span[1]].strip(b" \t\r\n")]
+
+
+def count_lines(data: bytes) -> int:
+    """Line ends: \\n, \\r\\n, and \\r alone."""
+    lines = int(np.count_nonzero(np.frombuffer(data, np.uint8) == NEWLINE))
+    if b"\r" in data:
+        lines += data.count(b"\r") - data.count(b"\r\n")
+    return lines
+
+
+def _positions(data: bytes, byte: bytes) -> Offsets:
+    return np.flatnonzero(np.frombuffer(data, np.uint8) == byte[0])
+
+
+def line_ends(data: bytes) -> Offsets:
+    """Where lines end: after each \\n, and after each \\r that no \\n follows."""
+    view = np.frombuffer(data, np.uint8)
+    ends = view == NEWLINE
+    if b"\r" in data:
+        lone = view == RETURN
+        lone[:-1] &= view[1:] != NEWLINE
+        ends |= lone
+    return np.flatnonzero(ends) + 1
+
+
+def _rfind_newline(data: bytes, before: int) -> int:
+    return data.rfind(b"\n", 0, before)
+
+
+def _rfind_lone_return(data: bytes, before: int) -> int:
+    """The last \\r that no \\n follows. One at the very end may be half of a line end, and does not count."""
+    at = data.rfind(b"\r", 0, min(before, len(data) - 1))
+    while at >= 0 and data[at + 1] == NEWLINE:
+        at = data.rfind(b"\r", 0, at)
+    return at
+
+
+def _last_line_end(data: bytes, before: int) -> int:
+    return (_rfind_newline(data, before) + 1) or (_rfind_lone_return(data, before) + 1)
+
+
+def _between(data: bytes, ends: list[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for end in ends:
+        yield start, end
+        start = end
+    if start < len(data):
+        yield start, len(data)
+
+
+def _spans_between(data: bytes, ends: list[int]) -> list[tuple[int, int]]:
+    return [
+        (start, end)
+        for start, end in _between(data, ends)
+        if end - start > 2 or data[start:end].strip(b"\r\n")
+    ]
+
+
+class Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def whole_records(
+    stream: Readable, length: int | None, records: Records, block_bytes: int, most_bytes: int, name: str
+) -> Iterator[bytes]:
+    """What the stream holds, or its next `length` bytes, in blocks of whole records of about `block_bytes`.
+
+    A record that is larger makes its block larger. Joined, the blocks are the stream.
+    Raises: Corrupt, naming the input, for a record above `most_bytes`, and if it ends before `length`.
+    """
+    held = b""
+    left = length
+    wanted = block_bytes
+    while True:
+        asked = max(1, wanted - len(held))
+        fresh = stream.read(asked if left is None else min(asked, left))
+        if left is not None:
+            left -= len(fresh)
+            if not fresh and left:
+                raise Corrupt(f"{name} ends {left} bytes early", hint="import it anew")
+        held += fresh
+        if not fresh or left == 0:
+            if held:
+                yield held
+            return
+        end = records.last_end(held)
+        if end:
+            yield held[:end]
+            held, wanted = held[end:], block_bytes
+            continue
+        if len(held) >= wanted:
+            wanted = 2 * len(held)
+        if len(held) >= most_bytes:
+            raise _too_large(name, most_bytes)
+
+
+def _too_large(name: str, most_bytes: int) -> Corrupt:
+    return Corrupt(
+        f"{name} has a record of more than {most_bytes // 1_000_000} MB",
+        hint="if that is not so, a quote is opened and never closed; if it is, raise limits.task_memory",
+    )

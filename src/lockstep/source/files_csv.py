@@ -1,0 +1,251 @@
+"""CSV to rows of the target.
+
+What a field may look like, by the target's type (numbers, dates and decimals may have blanks around them):
+
+  boolean      true, True, TRUE, 1, false, False, FALSE, 0
+  int, long    decimal digits, perhaps after a minus; no fraction, no exponent, within the type's range
+  float, double  decimal, perhaps with an exponent, to the nearest value; nan, inf; beyond the range: no fit
+  decimal      as many digits as the type has; zeros beyond its scale are fine, other digits are not
+  date         2024-02-29
+  time         12:34, 12:34:56, 12:34:56.123456
+  timestamp    a date, T or a blank, a time of up to six digits of fraction; no zone. The time may be missing
+  timestamptz  the same with Z, +hh, +hhmm or +hh:mm
+  string       anything that is UTF-8
+  uuid         00112233-4455-6677-8899-aabbccddeeff, or the digits alone
+  binary, fixed  hexadecimal digits
+  list, map, struct  JSON
+
+A field that is one of the NULL texts and not quoted is NULL; in a column that holds no strings, quotes make
+no difference. A quoted empty field is an empty string.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as arrow_csv
+
+from lockstep.arrow_types import arrow_schema
+from lockstep.errors import Invalid
+from lockstep.job import ColumnMap
+from lockstep.source import ParseOptions
+from lockstep.source.files_blocks import Dialect
+from lockstep.source.files_fit import Misfit, Unfit, shown
+from lockstep.source.files_values import from_text, is_text_form, misfit_reason
+
+_ROW: Final = re.compile(r"Row #(\d+):")
+_WIDTH: Final = re.compile(r"Expected (\d+) columns, got (\d+)")
+_HEXADECIMAL: Final = (b"0x", b"0X")
+
+
+def dialect_of(options: ParseOptions, delimiter: str) -> Dialect:
+    """Raises: Invalid for a character that is not one ASCII character, or that means two things."""
+    parts = {"--delimiter": delimiter, "--quote": options.quote, "--escape": options.escape or ""}
+    for name, text in parts.items():
+        if (
+            len(text) > 1
+            or not text.isascii()
+            or text in ("\r", "\n")
+            or (name == "--delimiter" and not text)
+        ):
+            raise Invalid(f"{name} {text!r} is not one ASCII character", hint=r"a tab is written as \t")
+    used = [text for text in parts.values() if text]
+    if len(set(used)) < len(used):
+        raise Invalid("delimiter, quote and escape must be different characters")
+    return Dialect(*(text.encode() for text in parts.values()))
+
+
+class CsvParser:
+    """Blocks of one file, whose columns are `names`, to batches of the target."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        columns: Sequence[ColumnMap],
+        dialect: Dialect,
+        nulls: Sequence[str],
+    ) -> None:
+        self._names = names
+        self._columns = columns
+        self._dialect = dialect
+        self._schema = arrow_schema(columns)
+        self._nulls = list(nulls)
+        self._quoted_nulls = [dialect.quote + text.encode() + dialect.quote for text in nulls]
+        self._places = [None if c.source is None else names.index(c.source) for c in columns]
+        self._types = {
+            f"f{place}": _parsed_type(field.type)
+            for place, field in zip(self._places, self._schema, strict=True)
+            if place is not None
+        }
+        self._texts = [name for name, kind in self._types.items() if pa.types.is_string(kind)]
+        self._integers = [name for name, kind in self._types.items() if pa.types.is_integer(kind)]
+        self._empty = pa.RecordBatch.from_pylist([], schema=self._schema)
+
+    def records(self, block: bytes) -> list[tuple[int, int]]:
+        return self._dialect.spans(block)
+
+    def parse(self, block: bytes) -> pa.RecordBatch:
+        if not block.strip(b"\r\n"):
+            return self._empty
+        try:
+            table = self._table(block)
+            arrays = [self._array(table, i) for i in range(len(self._columns))]
+        except pa.ArrowInvalid as error:
+            found = _ROW.search(str(error))
+            raise Unfit(int(found[1]) - 1 if found else None) from error
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _table(self, block: bytes) -> dict[str, pa.Array]:
+        """The columns that are asked for, by place in the file. Raises: pa.ArrowInvalid, Unfit."""
+        names = list(self._types) or ["f0"]
+        quoted = self._dialect.quote in block if self._dialect.quote else False
+        others = [name for name in names if name not in self._texts]
+        if quoted and others and any(text in block for text in self._quoted_nulls):
+            # Only in columns of texts do quotes around a NULL text make a difference.
+            table = self._read(block, others, quoted, quoted_nulls=True)
+            if self._texts:
+                table |= self._read(block, self._texts, quoted)
+        else:
+            table = self._read(block, names, quoted)
+        self._refuse_hexadecimal(block, quoted)
+        self._refuse_infinite(block, table, quoted)
+        return table
+
+    def _read(
+        self,
+        block: bytes,
+        include: Sequence[str],
+        quoted: bool,
+        *,
+        quoted_nulls: bool = False,
+        as_texts: bool = False,
+    ) -> dict[str, pa.Array]:
+        types = {name: self._types.get(name, pa.binary()) for name in include}
+        if as_texts:
+            types = dict.fromkeys(include, pa.binary())
+        table = arrow_csv.read_csv(
+            pa.BufferReader(block),
+            arrow_csv.ReadOptions(
+                use_threads=False,
+                block_size=len(block) + 1,
+                column_names=[f"f{i}" for i in range(len(self._names))],
+            ),
+            arrow_csv.ParseOptions(
+                delimiter=self._dialect.delimiter.decode(),
+                quote_char=self._dialect.quote.decode() or False,
+                escape_char=self._dialect.escape.decode() or False,
+                newlines_in_values=quoted or bool(self._dialect.escape),
+            ),
+            arrow_csv.ConvertOptions(
+                column_types=types,
+                include_columns=list(include),
+                null_values=self._nulls,
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=quoted_nulls,
+            ),
+        )
+        return {name: table[name].combine_chunks() for name in include}
+
+    def _refuse_hexadecimal(self, block: bytes, quoted: bool) -> None:
+        """Arrow takes 0xFF for a whole number, and 0xFFFFFFFFFFFFFFFF for -1."""
+        if not self._integers or not any(mark in block for mark in _HEXADECIMAL):
+            return
+        for texts in self._read(block, self._integers, quoted, as_texts=True).values():
+            _refuse_where(pc.match_substring_regex(texts, "[xX]"))
+
+    def _refuse_infinite(self, block: bytes, table: dict[str, pa.Array], quoted: bool) -> None:
+        """A number beyond the range is parsed as infinite; only one that says so may be."""
+        for name, array in table.items():
+            if pa.types.is_floating(array.type) and pc.any(pc.is_inf(array)).as_py():
+                texts = self._read(block, [name], quoted, as_texts=True)[name]
+                _refuse_where(pc.and_(pc.is_inf(array), pc.match_substring_regex(texts, "[0-9]")))
+
+    def _array(self, table: dict[str, pa.Array], index: int) -> pa.Array:
+        place, field = self._places[index], self._schema.field(index)
+        if place is None:
+            array = pa.nulls(len(next(iter(table.values()))), field.type)
+        else:
+            array = table[f"f{place}"]
+            if array.type != field.type:
+                array = from_text(array, field.type)
+            elif pa.types.is_decimal(array.type):
+                array.validate(full=True)  # Arrow's parser checks the digits before it adds the scale
+        if array.null_count and not field.nullable:
+            _refuse_where(array.is_null())
+        return array
+
+    # Why a record does not fit
+
+    def explain(self, record: bytes) -> Misfit:
+        try:
+            self._read(record, ["f0"], True, as_texts=True)
+        except pa.ArrowInvalid as error:
+            width = _WIDTH.search(str(error))
+            if width is None:
+                return Misfit(None, str(error).splitlines()[0])
+            return Misfit(None, f"it has {_fields(int(width[2]))} instead of {width[1]}")
+        for column in sorted(self._columns, key=lambda c: self._names.index(c.source) if c.source else -1):
+            alone = CsvParser(self._names, [column], self._dialect, self._nulls)
+            try:
+                alone.parse(record)
+            except Unfit:
+                return Misfit(column.source or column.target, alone._reason(record))
+        return Misfit(None, "it cannot be read")
+
+    def _reason(self, record: bytes) -> str:
+        """Why the one column that this parser reads does not fit."""
+        column, field = self._columns[0], self._schema.field(0)
+        if column.source is None:
+            return f'nothing fills the column "{column.target}", which the target requires'
+        name = f"f{self._places[0]}"
+        is_text = pa.types.is_string(_parsed_type(field.type))
+        raw = self._read(record, [name], True, as_texts=True, quoted_nulls=not is_text)[name][0].as_py()
+        if raw is None:
+            return "it is NULL, and the target requires a value"
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            return f"{shown(raw.decode('utf-8', 'backslashreplace'))} is not valid UTF-8"
+        return f"{shown(text)} {misfit_reason(text, column.type)}"
+
+
+def _fields(count: int) -> str:
+    return f"{count} field{'' if count == 1 else 's'}"
+
+
+def _refuse_where(mask: pa.Array) -> None:
+    """Raises: Unfit at the first True."""
+    row = pc.index(mask, True).as_py()
+    if row >= 0:
+        raise Unfit(row)
+
+
+def _parsed_type(kind: pa.DataType) -> pa.DataType:
+    """What Arrow's parser makes of a field; other types are made from its text."""
+    return pa.string() if is_text_form(kind) else kind
+
+
+def read_fields(record: bytes, dialect: Dialect) -> list[str]:
+    """The fields of one record, for a header. Raises: Invalid if it is not UTF-8."""
+    try:
+        text = record.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Invalid(f"its header is not valid UTF-8: {error.reason} at byte {error.start}") from error
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=dialect.delimiter.decode(),
+        quotechar=dialect.quote.decode() or None,
+        escapechar=dialect.escape.decode() or None,
+        quoting=csv.QUOTE_MINIMAL if dialect.quote else csv.QUOTE_NONE,
+    )
+    previous = csv.field_size_limit(1 << 30)
+    try:
+        return next(reader, [])
+    finally:
+        csv.field_size_limit(previous)

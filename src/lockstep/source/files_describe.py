@@ -1,0 +1,208 @@
+"""What text files say of themselves: their columns, their types, and where their records begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+
+from lockstep.arrow_types import type_text
+from lockstep.errors import Invalid
+from lockstep.job import Json
+from lockstep.source import ParseOptions, SourceColumn
+from lockstep.source.files_blocks import Dialect, count_lines, whole_records
+from lockstep.source.files_csv import dialect_of, read_fields
+from lockstep.source.files_infer import infer
+from lockstep.source.files_open import OpenFile, RawFile, bare_name
+from lockstep.storage import Storage
+
+SAMPLES_BYTES: Final = 32 << 20
+"""Of all files together; each gives an equal share of its beginning."""
+LEAST_SAMPLE_BYTES: Final = 4 << 10
+MOST_SAMPLE_BYTES: Final = 1 << 20
+MOST_RECORD_BYTES: Final = 1 << 30
+BOM: Final = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Described:
+    """`layouts` are the different headers; `found` are options that were not given and are known now."""
+
+    columns: Sequence[SourceColumn]
+    layouts: Sequence[Sequence[str]]
+    files: Sequence[RawFile]
+    record_bytes: float
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+def sample_bytes(files: int) -> int:
+    return max(LEAST_SAMPLE_BYTES, min(MOST_SAMPLE_BYTES, SAMPLES_BYTES // max(1, files)))
+
+
+def describe_csv(storage: Storage, files: Sequence[RawFile], options: ParseOptions) -> Described:
+    """Read the beginning of each file.
+
+    Raises: Invalid if the files do not name the same columns, or name none.
+    """
+    first = next((_first_line(storage, file, options) for file in files if file.size_bytes), b"")
+    delimiter = options.delimiter or _likely_delimiter(files[0].url, first)
+    dialect = dialect_of(options, delimiter)
+    layouts: list[list[str]] = []
+    known: list[RawFile] = []
+    samples: list[tuple[list[str], bytes]] = []
+    for file in files:
+        names, placed, sample = _open_csv(storage, file, options, dialect, sample_bytes(len(files)))
+        if names is None:
+            known.append(placed)  # an empty file has no columns, and no rows that would need them
+            continue
+        if names not in layouts:
+            if layouts:
+                _require_same_columns(layouts[0], names, known[0].url, file.url)
+            layouts.append(names)
+        known.append(replace(placed, layout=layouts.index(names)))
+        samples.append((names, sample))
+    if not layouts:
+        names = [f["name"] for f in options.schema["fields"]] if options.schema else []
+        if not names:
+            raise Invalid(
+                f"{files[0].url} is empty, so its columns are unknown", hint="say them with --schema"
+            )
+        layouts.append(names)
+    texts = _sampled_texts(samples, dialect, options.null)
+    columns = [_column(name, texts.get(name), options.schema) for name in layouts[0]]
+    rows = sum(dialect_rows(sample, dialect) for _, sample in samples)
+    size_bytes = sum(len(sample) for _, sample in samples)
+    return Described(columns, layouts, known, max(1.0, size_bytes / max(1, rows)), {"delimiter": delimiter})
+
+
+def dialect_rows(sample: bytes, dialect: Dialect) -> int:
+    return len(dialect.spans(sample))
+
+
+def _first_line(storage: Storage, file: RawFile, options: ParseOptions) -> bytes:
+    with OpenFile(storage, file.url, file.compression) as opened:
+        head = opened.read(MOST_SAMPLE_BYTES)
+    lines = head.removeprefix(BOM).splitlines()
+    return lines[options.skip] if len(lines) > options.skip else b""
+
+
+def _likely_delimiter(url: str, first: bytes) -> str:
+    if bare_name(url).lower().endswith((".tsv", ".tab")):
+        return "\t"
+    return next((mark for mark in (",", "\t", ";", "|") if mark.encode() in first), ",")
+
+
+def _open_csv(
+    storage: Storage, file: RawFile, options: ParseOptions, dialect: Dialect, size_bytes: int
+) -> tuple[list[str] | None, RawFile, bytes]:
+    """Column names (None: it is empty), the file with the place of its first record, and some records."""
+    start, line = _after_skipped(storage, file, options.skip)
+    with OpenFile(storage, file.url, file.compression, start) as opened:
+        block = next(whole_records(opened, None, dialect, size_bytes, MOST_RECORD_BYTES, file.url), b"")
+        spans = dialect.spans(block)
+        if not spans:
+            return None, replace(file, start=start + len(block), line=line + count_lines(block)), b""
+        begin, end = spans[0]
+        try:
+            fields = read_fields(block[begin:end], dialect)
+        except Invalid as error:
+            raise Invalid(f"cannot read {file.url}: {error.message}", hint=error.hint) from error
+        if not options.header:
+            return _made_names(len(fields), options.schema), replace(file, start=start, line=line), block
+        sample = block[end:]
+        if not sample:
+            rest = whole_records(opened, None, dialect, size_bytes, MOST_RECORD_BYTES, file.url)
+            sample = next(rest, b"")
+    names = [name or f"c{number}" for number, name in enumerate(fields)]
+    return names, replace(file, start=start + end, line=line + count_lines(block[:end])), sample
+
+
+def _after_skipped(storage: Storage, file: RawFile, skip: int) -> tuple[int, int]:
+    """Where the text begins: after the byte order mark, and after the lines that the user skips."""
+    with OpenFile(storage, file.url, file.compression) as opened:
+        held = opened.read(LEAST_SAMPLE_BYTES)
+        at = len(BOM) if held.startswith(BOM) else 0
+        line = 1
+        while line <= skip:
+            found = held.find(b"\n", at)
+            if found >= 0:
+                at, line = found + 1, line + 1
+                continue
+            fresh = opened.read(MOST_SAMPLE_BYTES)
+            if not fresh:
+                return len(held), line
+            held += fresh
+    return at, line
+
+
+def _made_names(count: int, schema: Json | None) -> list[str]:
+    """Columns without a header take the names of the schema in their order, then c0, c1 and so on."""
+    given = [f["name"] for f in schema["fields"]] if schema else []
+    return [given[number] if number < len(given) else f"c{number}" for number in range(count)]
+
+
+def _require_same_columns(first: Sequence[str], names: Sequence[str], first_url: str, url: str) -> None:
+    """The order may differ; the names may not."""
+    missing = [name for name in first if name not in names]
+    extra = [name for name in names if name not in first]
+    if missing or extra or len(first) != len(names):
+        difference = f'no column "{missing[0]}"' if missing else f'a column "{(extra or names)[-1]}" more'
+        raise Invalid(
+            f"{url} has other columns than {first_url}: {difference}",
+            hint="import them one after the other, each kind on its own",
+        )
+
+
+def _sampled_texts(
+    samples: Sequence[tuple[Sequence[str], bytes]], dialect: Dialect, nulls: Sequence[str]
+) -> dict[str, list[pa.Array]]:
+    texts: dict[str, list[pa.Array]] = {}
+    for names, sample in samples:
+        if sample:
+            for name, array in zip(names, _texts(sample, len(names), dialect, nulls), strict=True):
+                texts.setdefault(name, []).append(array)
+    return texts
+
+
+def _texts(sample: bytes, width: int, dialect: Dialect, nulls: Sequence[str]) -> Iterator[pa.Array]:
+    """The fields of the records that have as many as there are columns; bytes that are no UTF-8 as NULL."""
+    table = arrow_csv.read_csv(
+        pa.BufferReader(sample),
+        arrow_csv.ReadOptions(
+            use_threads=False, block_size=len(sample) + 1, column_names=[f"f{i}" for i in range(width)]
+        ),
+        arrow_csv.ParseOptions(
+            delimiter=dialect.delimiter.decode(),
+            quote_char=dialect.quote.decode() or False,
+            escape_char=dialect.escape.decode() or False,
+            newlines_in_values=True,
+            invalid_row_handler=lambda _: "skip",
+        ),
+        arrow_csv.ConvertOptions(
+            column_types={f"f{i}": pa.binary() for i in range(width)},
+            null_values=list(nulls),
+            strings_can_be_null=True,
+        ),
+    )
+    for number in range(width):
+        yield _as_text(table[f"f{number}"].combine_chunks())
+
+
+def _as_text(raw: pa.Array) -> pa.Array:
+    try:
+        return raw.cast(pa.string())
+    except pa.ArrowInvalid:
+        values = [None if v is None else v.decode("utf-8", "replace") for v in raw.to_pylist()]
+        return pa.array(values, pa.string())
+
+
+def _column(name: str, texts: Sequence[pa.Array] | None, schema: Json | None) -> SourceColumn:
+    given = {f["name"]: f for f in schema["fields"]} if schema else {}
+    if name in given:
+        wanted = given[name]
+        return SourceColumn(name, type_text(wanted["type"]), wanted["type"], not wanted["required"])
+    kind = infer(pa.concat_arrays(texts)) if texts else "string"
+    return SourceColumn(name, f"{kind}, by the look of it", kind, nullable=True)
