@@ -86,6 +86,14 @@ def retry_delay_s(task: Task, error: ErrorInfo, limits: Limits, now: float) -> f
     return delay_s if now + delay_s - started <= limits.task_deadline_s else None
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What one round found in the store: our jobs with work to do, then those whose pin may be there."""
+
+    live: Sequence[Job]
+    pinned: Sequence[Job]
+
+
 class Worker:
     """Runs jobs of the store: all of them, or those in `job_ids`."""
 
@@ -133,7 +141,7 @@ class Worker:
         beat.start()
         try:
             while not stop.is_set():
-                self._round()
+                seen = self._round()
                 if self._on_progress:
                     self._on_progress()
                 if not self._alive:
@@ -141,7 +149,7 @@ class Worker:
                         "Spark's Java process has ended; the jobs are as they were",
                         hint=f"start a worker again; {self._spark_log} may say why",
                     )
-                if self._finished(until):
+                if seen is not None and self._finished(until, seen):
                     return
                 self._wake.wait(POLL_S)
                 self._wake.clear()
@@ -151,18 +159,21 @@ class Worker:
 
     # One round
 
-    def _round(self) -> None:
+    def _round(self) -> Seen | None:
+        """Do what is to be done now. Answers what there was, or None if the store is away."""
         try:
             live = self._live()
             self._take_over_from_the_dead(live)
             self._enforce_deadlines(live)
             self._start_commits(live)
             self._start_tasks(live)
-            self._start_unpins()
+            pinned = self._start_unpins()
             self._expire()
         except Retryable:
-            # The store is away: what runs goes on, and the next round asks again.
+            # What runs goes on, and the next round asks again.
             self._clock.sleep(POLL_S)
+            return None
+        return Seen(live, [job for job in pinned if self._is_mine(job)])
 
     @property
     def _alive(self) -> bool:
@@ -304,14 +315,17 @@ class Worker:
         finally:
             self._wake.set()
 
-    def _start_unpins(self) -> None:
+    def _start_unpins(self) -> list[Job]:
+        """Answers all jobs whose pin may still be there."""
         now = self._clock.now()
-        for job in self._store.unreleased():
+        unreleased = self._store.unreleased()
+        for job in unreleased:
             earlier = self._unpins.get(job.job_id)
             if earlier and (not earlier[0].done() or now - earlier[1] < UNPIN_PAUSE_S):
                 continue
             future = self._unpinners.submit(release_pin, self._store, job, self._config)
             self._unpins[job.job_id] = (future, now)
+        return unreleased
 
     def _expire(self) -> None:
         now = self._clock.now()
@@ -529,25 +543,14 @@ class Worker:
 
     # The end
 
-    def _finished(self, until: Until) -> bool:
+    def _finished(self, until: Until, seen: Seen) -> bool:
         with self._lock:
             busy = bool(self._held) or any(not future.done() for future in self._commits.values())
-        if busy or until == "forever":
+        # Jobs that have ended or are paused are not live, so this is the end of both kinds.
+        if busy or until == "forever" or seen.live:
             return False
-        try:
-            return self._nothing_left(until)
-        except Retryable:
-            return False  # the store is away: nobody knows
-
-    def _nothing_left(self, until: Until) -> bool:
-        if until == "jobs_ended" and self._job_ids is not None:
-            jobs = [self._store.read(job_id) for job_id in self._job_ids]
-            done = all(job.state is State.PAUSED or not job.state.live for job in jobs)
-        else:
-            done = not self._live()
         # Pins are given up best effort: each of ours gets one try before the worker goes.
-        mine = [job.job_id for job in self._store.unreleased() if self._is_mine(job)]
-        return done and all(job_id in self._unpins and self._unpins[job_id][0].done() for job_id in mine)
+        return all(self._unpins[job.job_id][0].done() for job in seen.pinned)
 
     def _shut_down(self) -> None:
         with self._lock:

@@ -57,14 +57,15 @@ def by_hand(path: Path, *statements: str) -> None:
 
 @contextmanager
 def counted(store: SqlStore) -> Iterator[list[str]]:
+    """The statements that SQLite is given, whoever speaks to it."""
     statements: list[str] = []
 
-    def note(_conn: object, _cursor: object, statement: str, *_rest: object) -> None:
-        statements.append(statement)
+    def watch(connection: sqlite3.Connection, *_rest: object) -> None:
+        connection.set_trace_callback(statements.append)
 
-    event.listen(store._db._engine, "before_cursor_execute", note)
+    event.listen(store._db._engine.pool, "checkout", watch)
     yield statements
-    event.remove(store._db._engine, "before_cursor_execute", note)
+    event.remove(store._db._engine.pool, "checkout", watch)
 
 
 # Opening

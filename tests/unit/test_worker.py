@@ -15,7 +15,7 @@ from lockstep.engine import RunTask
 from lockstep.errors import ErrorInfo, Fenced, Retryable
 from lockstep.job import Lease, State, TaskState
 from lockstep.store.sql import SqlStore
-from lockstep.worker import Worker, retry_delay_s
+from lockstep.worker import TO_DO, Worker, retry_delay_s
 from tests.store_lab import MovedClock, begin_task, new_job
 
 PROGRESS = {"progress": {"rows": 0, "size_bytes": 0}}
@@ -258,11 +258,36 @@ def test_a_kill_reaches_a_running_task_with_its_next_heartbeat(room: Room) -> No
 def test_a_store_that_is_away_at_the_end_does_not_end_the_worker(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(*_: Any, **__: Any) -> Any:
-        raise Retryable("the store is away")
+    there = room.store.list
+    calls: list[Any] = []
 
-    monkeypatch.setattr(room.store, "list", away)
-    assert room.worker._finished("idle") is False
+    def away_at_first(*about: Any) -> Any:
+        calls.append(about)
+        if len(calls) < 3:
+            raise Retryable("the store is away")
+        return there(*about)
+
+    monkeypatch.setattr(room.store, "list", away_at_first)
+    room.worker.run("idle")
+    assert len(calls) >= 3
+
+
+@pytest.mark.parametrize("until", ["idle", "jobs_ended"])
+def test_a_worker_that_has_nothing_to_do_reads_the_store_once_a_round(
+    room: Room, monkeypatch: pytest.MonkeyPatch, until: Any
+) -> None:
+    calls: list[Any] = []
+    verbs = {name: getattr(room.store, name) for name in ("list", "unreleased", "read")}
+    for name in verbs:
+
+        def counted(*about: Any, name: str = name) -> Any:
+            calls.append((name, *about))
+            return verbs[name](*about)
+
+        monkeypatch.setattr(room.store, name, counted)
+    room.worker.run(until)
+    # The failed ones are looked at now and then, to be forgotten in time.
+    assert calls == [("list", TO_DO), ("unreleased",), ("list", {State.FAILED})]
 
 
 def test_a_permanent_error_is_not_tried_again(room: Room) -> None:
