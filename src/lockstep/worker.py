@@ -187,7 +187,7 @@ class Worker:
 
     def _take_over_from_the_dead(self, live: Sequence[Job]) -> None:
         others = {worker for job in live for worker in job.workers if worker != self.name}
-        for worker in filter(is_dead, others):
+        for worker in filter(is_dead, sorted(others)):
             self._store.abandon(worker)
 
     def _enforce_deadlines(self, live: Sequence[Job]) -> None:
@@ -462,7 +462,7 @@ class Worker:
     def _wave_ended(self, group: str, future: Future[None]) -> None:
         with self._lock:
             wave = self._waves.pop(group, None)
-            left = [self._held[key] for key in (wave.keys if wave else ()) if key in self._held]
+            left = [self._held[key] for key in sorted(wave.keys if wave else ()) if key in self._held]
             left = [held for held in left if held.group == group]
         failure = future.exception()
         for held in left:
