@@ -1,4 +1,6 @@
-.PHONY: help setup check test test-quick demo bench bench-quick lock clean
+SEEDS ?= 1000
+
+.PHONY: help setup check test test-quick simulate demo bench bench-quick lock clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -17,6 +19,9 @@ test: check ## everything: checks and all tests
 
 test-quick: setup ## tests that start neither Spark nor a server, under 2 minutes
 	@.venv/bin/pytest -m "not servers"
+
+simulate: setup ## SEEDS=1000 simulated runs of store, worker and commit; SEED=n shows one of them
+	@.venv/bin/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 demo: setup ## the main job end to end, with a crash in the middle
 	@.venv/bin/lockstep demo

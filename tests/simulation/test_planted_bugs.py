@@ -1,0 +1,195 @@
+"""Bugs put into the real code on purpose: a simulation that does not find them proves nothing.
+
+Each comes with the faults that bring it out, so that a few dozen seeds are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+import lockstep.commit
+from lockstep.commit import Ending
+from lockstep.errors import CommitUnknown, ErrorInfo, Fenced
+from lockstep.job import Event, State, TaskState
+from lockstep.store import sql_tasks
+from lockstep.store.sql import SqlStore
+from lockstep.target.iceberg import IcebergTarget
+from tests.simulation.faults import Faults
+from tests.simulation.scenario import simulate
+from tests.simulation.world import SimSink
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+MOST_SEEDS: Final = 150
+
+
+def first_caught(faults: Faults) -> tuple[int, list[str]]:
+    """The first seed that breaks a promise, and what the auditor says of it."""
+    for seed in range(MOST_SEEDS):
+        if violations := simulate(seed, faults).violations:
+            return seed, violations
+    pytest.fail(f"{MOST_SEEDS} seeds did not show it")
+
+
+def a_task_is_finished_by_state_instead_of_by_epoch(patch: pytest.MonkeyPatch) -> None:
+    def held(task: Any, lease: Any) -> Any:
+        if task is None or task.state != TaskState.LEASED:
+            raise Fenced("not leased")
+        return task
+
+    patch.setattr(sql_tasks, "_held", held)
+
+
+def a_job_is_completed_by_state_instead_of_by_epoch(patch: pytest.MonkeyPatch) -> None:
+    def committing(self: Any, conn: Any, lease: Any) -> Any:
+        job = self._lock(conn, lease.job_id)
+        if job.state != State.COMMITTING:
+            raise Fenced("no longer being committed")
+        return job
+
+    patch.setattr(SqlStore, "_committing", committing)
+
+
+def an_unknown_outcome_is_treated_as_a_failure(patch: pytest.MonkeyPatch) -> None:
+    publish = lockstep.commit._publish
+
+    def hasty(job: Any, lease: Any, head: Any, files: Any, store: Any, target: Any) -> Any:
+        try:
+            return publish(job, lease, head, files, store, target)
+        except CommitUnknown as error:
+            store.end(lease, Event.FAIL, error=ErrorInfo.of(error))
+            raise Fenced("ended") from error
+
+    patch.setattr(lockstep.commit, "_publish", hasty)
+
+
+def the_register_is_not_read_again(patch: pytest.MonkeyPatch) -> None:
+    publish = lockstep.commit._publish
+
+    def blind(job: Any, lease: Any, head: Any, files: Any, store: Any, target: Any) -> Any:
+        for _ in range(5):
+            try:
+                return publish(job, lease, head, files, store, target)
+            except CommitUnknown:
+                SimSink.world.scheduler.pause(10.0)
+                head = target.load()
+        return None
+
+    patch.setattr(lockstep.commit, "_publish", blind)
+    patch.setattr(IcebergTarget, "_check_open", lambda *_: None)
+
+
+def the_position_is_recorded_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
+    checkpoint = SqlStore.checkpoint
+
+    def two_steps(
+        self: SqlStore, lease: Any, position: Any, staged: Any, progress: Any, lease_s: float
+    ) -> Any:
+        checkpoint(self, lease, position, [], progress, lease_s)
+        return checkpoint(self, lease, position, staged, progress, lease_s)
+
+    patch.setattr(SqlStore, "checkpoint", two_steps)
+
+
+def staged_files_are_deleted_when_a_commit_fails(patch: pytest.MonkeyPatch) -> None:
+    publish = IcebergTarget.publish
+
+    def tidy(self: IcebergTarget, head: Any, plan: Any, commit_id: Any, job_id: Any, files: Any) -> int:
+        try:
+            return publish(self, head, plan, commit_id, job_id, files)
+        except CommitUnknown:
+            for file in files:
+                SimSink.world.storage.files.pop(file.path, None)
+            raise
+
+    patch.setattr(IcebergTarget, "publish", tidy)
+
+
+def a_job_ends_without_a_fence(patch: pytest.MonkeyPatch) -> None:
+    def trusting(job: Any, lease: Any, head: Any, ending: Ending, store: Any, target: Any) -> Any:
+        return store.end(lease, ending.event, error=ending.error)
+
+    patch.setattr(lockstep.commit, "_end_unpublished", trusting)
+
+
+def a_kill_does_not_ask_the_committer(patch: pytest.MonkeyPatch) -> None:
+    def stop(self: Any, job_id: str, event: Event, error: Any = None) -> Any:
+        with self._db.write() as conn:
+            job = self._lock(conn, job_id)
+            if State(job.state).live:
+                self._move(conn, job, event)
+        return self.read(job_id)
+
+    patch.setattr(SqlStore, "stop", stop)
+
+
+def a_checkpoint_that_is_sent_again_is_stored_again(patch: pytest.MonkeyPatch) -> None:
+    store = SqlStore._store
+
+    def forgetful(self: Any, conn: Any, job: Any, task: Any, batch: Any, progress: Any) -> Any:
+        class Unsaved:
+            """The task's row, as if nothing had been saved in this epoch."""
+
+            saved_epoch = -1
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(task, name)
+
+        return store(self, conn, job, Unsaved(), batch, progress)  # type: ignore[arg-type]
+
+    patch.setattr(SqlStore, "_store", forgetful)
+
+
+CALM_S: Final = 150.0
+PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
+    (
+        a_task_is_finished_by_state_instead_of_by_epoch,
+        "its files hold",
+        Faults(CALM_S, speculation=0.5, stall=0.1, channel_cut=0.05, freezes=3),
+    ),
+    (
+        a_job_is_completed_by_state_instead_of_by_epoch,
+        "which was published at",
+        Faults(CALM_S, kill_before_commit=0.3, stall=0.05),
+    ),
+    (
+        an_unknown_outcome_is_treated_as_a_failure,
+        "which was published at",
+        Faults(CALM_S, catalog_reply_lost=0.5),
+    ),
+    (
+        the_register_is_not_read_again,
+        "so many times",
+        Faults(CALM_S, catalog_reply_lost=0.5, rivals=10, expiries=15),
+    ),
+    (the_position_is_recorded_before_the_manifest, "its files hold", Faults(CALM_S, crash=0.03)),
+    (
+        staged_files_are_deleted_when_a_commit_fails,
+        "which was deleted",
+        Faults(CALM_S, catalog_reply_lost=0.5),
+    ),
+    (
+        a_job_ends_without_a_fence,
+        "which was published at",
+        Faults(CALM_S, catalog_late=0.7, kill_in_commit=0.5),
+    ),
+    (a_kill_does_not_ask_the_committer, "which was published at", Faults(CALM_S, kill_in_commit=0.7)),
+    (
+        a_checkpoint_that_is_sent_again_is_stored_again,
+        "its files hold",
+        Faults(CALM_S, store_reply_lost=0.1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("plant", "sign", "faults"), PLANTED, ids=[plant.__name__ for plant, *_ in PLANTED])
+def test_a_planted_bug_is_caught(
+    plant: Plant, sign: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        plant(patch)
+        seed, violations = first_caught(faults)
+    assert sign in " ".join(violations)
+    assert simulate(seed, faults).violations == [], "without the bug nothing is broken"
