@@ -16,6 +16,7 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 READER = Path(__file__).with_name("spark_reader.py")
 
@@ -65,6 +66,36 @@ class SparkReader:
         with pa.memory_map(answer["path"]) as file:
             table = pa.ipc.open_file(file).read_all()
         return table
+
+    def write(self, *statements: str) -> None:
+        """Run SQL that changes tables of Spark's own catalog `written`: `written.db.name`."""
+        self._ask({"location": "the catalog `written`", "statements": statements})
+
+    def written(self, table: str) -> Path:
+        """The folder of `written.db.name`."""
+        return Path(self._folder.name) / "written" / Path(*table.split(".")[1:])
+
+    def metadata_of(self, table: str) -> str:
+        """The newest metadata file of `written.db.name`."""
+        folder = self.written(table) / "metadata"
+        version = (folder / "version-hint.text").read_text().strip()
+        return str(folder / f"v{version}.metadata.json")
+
+    def delete_equal(self, table: str, rows: pa.Table, partition: str = "") -> None:
+        """Commit a file of equality deletes; the columns of `rows` carry their field ids."""
+        folder = self.written(table) / "data"
+        path = folder / f"equality-{len(list(folder.glob('equality-*')))}.parquet"
+        pq.write_table(rows, path)
+        request = {
+            "location": table,
+            "table": table,
+            "path": str(path),
+            "field_ids": [int(field.metadata[b"PARQUET:field_id"]) for field in rows.schema],
+            "rows": rows.num_rows,
+            "size_bytes": path.stat().st_size,
+            "partition": partition,
+        }
+        self._ask(request)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

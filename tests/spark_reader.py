@@ -1,5 +1,6 @@
 """The Spark process behind `readers.SparkReader`: one JSON request per line, one JSON answer per line.
 
+It reads what Lockstep wrote, and writes what Lockstep reads.
 Arguments: the Iceberg runtime jar, and a folder for the results.
 """
 
@@ -13,6 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
+
+EXTENSIONS = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions"
 
 
 def session(jar: str, folder: Path) -> SparkSession:
@@ -28,11 +31,46 @@ def session(jar: str, folder: Path) -> SparkSession:
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.local.dir", str(folder))
+        .config("spark.sql.extensions", EXTENSIONS)
+        .config("spark.sql.catalog.written", "org.apache.iceberg.spark.SparkCatalog")
+        .config("spark.sql.catalog.written.type", "hadoop")
+        .config("spark.sql.catalog.written.warehouse", str(folder / "written"))
         .getOrCreate()
     )
 
 
+def write(spark: SparkSession, statements: list[str]) -> dict[str, str]:
+    """Run statements; tables of the catalog `written` lie in a folder of this process."""
+    for statement in statements:
+        spark.sql(statement)
+    return {}
+
+
+def delete_equal(spark: SparkSession, request: dict[str, Any]) -> dict[str, str]:
+    """Commit a file of equality deletes, as streaming writers do and Spark's SQL cannot."""
+    jvm, gateway = spark._jvm, spark.sparkContext._gateway
+    assert jvm is not None
+    assert gateway is not None
+    iceberg = jvm.org.apache.iceberg
+    table = iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, request["table"])
+    ids = gateway.new_array(jvm.int, len(request["field_ids"]))
+    for place, field_id in enumerate(request["field_ids"]):
+        ids[place] = field_id
+    file = iceberg.FileMetadata.deleteFileBuilder(table.spec()).ofEqualityDeletes(ids)
+    file = file.withPath(request["path"]).withFormat("PARQUET").withRecordCount(request["rows"])
+    file = file.withFileSizeInBytes(request["size_bytes"])
+    if request["partition"]:
+        file = file.withPartitionPath(request["partition"])
+    table.newRowDelta().addDeletes(file.build()).commit()
+    spark.sql(f"REFRESH TABLE {request['table']}")
+    return {}
+
+
 def answer(spark: SparkSession, request: dict[str, Any], path: Path) -> dict[str, str]:
+    if "statements" in request:
+        return write(spark, request["statements"])
+    if "field_ids" in request:
+        return delete_equal(spark, request)
     reader = spark.read.format("iceberg")
     if request["snapshot_id"] is not None:
         reader = reader.option("versionAsOf", str(request["snapshot_id"]))

@@ -303,7 +303,7 @@ def _to_list(array: pa.Array, want: pa.ListType, lossy: bool) -> pa.Array:
     # flatten() leaves out what lies under NULLs, and whatever a slice does not show.
     elements = _convert(array.flatten(), want.value_type, lossy)
     _require_values(elements, want.value_field)
-    offsets = _offsets(pc.list_value_length(array))
+    offsets = list_offsets(pc.list_value_length(array))
     mask = array.is_null() if array.null_count else None
     return pa.ListArray.from_arrays(offsets, elements, type=want, mask=mask)
 
@@ -318,12 +318,13 @@ def _to_map(array: pa.Array, want: pa.MapType, lossy: bool) -> pa.Array:
     values = _convert(values, want.item_type, lossy)
     _require_values(keys, want.key_field)
     _require_values(values, want.item_field)
-    offsets = _offsets(pc.list_value_length(entries))
+    offsets = list_offsets(pc.list_value_length(entries))
     mask = array.is_null() if array.null_count else None
     return pa.MapArray.from_arrays(offsets, keys, values, type=want, mask=mask)
 
 
-def _offsets(lengths: pa.Array) -> pa.Array:
+def list_offsets(lengths: pa.Array) -> pa.Array:
+    """Where lists of these lengths begin and end, one after the other; a NULL is empty."""
     running = pc.cumulative_sum(pc.fill_null(lengths, 0).cast(pa.int32()))
     return pa.concat_arrays([pa.array([0], pa.int32()), running])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.catalog import load_catalog
 
 from lockstep.job import Event, Job, State
 from tests.lab import COMMAND, Lab
@@ -270,6 +271,31 @@ def test_hostile_names_and_values_are_exported_exactly(
     location = Path(lab.table("db.hostile").location().removeprefix("file://")).resolve()
     for file in lab.table("db.hostile").inspect.files()["file_path"].to_pylist():
         assert Path(file.removeprefix("file://")).resolve().is_relative_to(location / "data")
+
+
+def test_an_iceberg_table_is_exported_by_partition_as_it_was_when_asked(
+    manned_lab: Lab, read_with_duckdb: Callable[[str], pa.Table]
+) -> None:
+    lab = manned_lab
+    rows = pa.table({"region": ["eu", "us", "eu", None] * 500, "id": list(range(2000))})
+    catalog = load_catalog("lake", **lab.config.catalogs["lake"])
+    catalog.create_namespace_if_not_exists("db")
+    table = catalog.create_table("db.origin", rows.schema)
+    with table.update_spec() as spec:
+        spec.add_identity("region")
+    table.append(rows)
+    table.delete("id >= 100 and id < 150")
+    request = ("export", "iceberg://lake/db.origin", "iceberg://lake/db.copy", "--all", "--create")
+    planned = lab.document(*request, "--detach")
+    table.append(rows)
+    states = {job["partition"]: lab.wait_for_end(job["job_id"]).state for job in planned["jobs"]}
+    assert states == dict.fromkeys(["region=eu", "region=us", "region=null"], State.COMPLETED)
+    found = read_with_duckdb(lab.table("db.copy").metadata_location)
+    kept = [row for row in rows.to_pylist() if not 100 <= row["id"] < 150]
+    assert sorted(found.to_pylist(), key=lambda row: row["id"]) == kept
+    assert len(lab.lineage("db.copy")) == 3
+    refused = lab.run(*request)
+    assert refused.returncode == 3, refused.stderr
 
 
 REFUSALS = {

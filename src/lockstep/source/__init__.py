@@ -2,7 +2,8 @@
 
 A source is opened from an address with its secrets filled in; what it returns (pins, descriptors,
 positions) is JSON without secrets. Implementations: `clickhouse` (a server, or chDB through
-`chdb_server`), `parquet`. An import reads from an `Input`: raw files (`files`).
+`chdb_server`), `parquet`, `iceberg`. An import reads from an `Input`: raw files (`files`), or an Iceberg
+table.
 """
 
 from __future__ import annotations
@@ -262,9 +263,14 @@ def open_source(address: str, config: Config) -> Source:
         from lockstep.source.parquet import ParquetSource
 
         return ParquetSource(address, config)
+    if scheme == "iceberg":
+        from lockstep.source.iceberg import IcebergSource
+
+        return IcebergSource(address, config)
     raise Invalid(
         f'"{scheme}:" is not a source that Lockstep knows' if ":" in address else "the source has no scheme",
-        hint="a source is clickhouse://…, clickhouses://…, chdb:PATH/db/table or parquet:PATH",
+        hint="a source is clickhouse://…, clickhouses://…, chdb:PATH/db/table, parquet:PATH or"
+        " iceberg://CATALOG/namespace.table[@SNAPSHOT_ID]",
     )
 
 
@@ -276,7 +282,9 @@ def open_input(addresses: Sequence[str], options: ParseOptions, config: Config) 
     if any(address.startswith("iceberg://") for address in addresses):
         if len(addresses) > 1:
             raise Invalid("an Iceberg table is imported alone, not together with other inputs")
-        raise Invalid("Lockstep does not import Iceberg tables yet")
+        from lockstep.source.iceberg import IcebergInput
+
+        return IcebergInput(addresses[0], config)
     from lockstep.source.files import FilesInput
 
     return FilesInput(addresses, options, config)
@@ -284,6 +292,10 @@ def open_input(addresses: Sequence[str], options: ParseOptions, config: Config) 
 
 def open_frozen(address: str, pin: Json, config: Config) -> Input:
     """The input of a job that was planned: its pin says which files they are, and how they are read."""
+    if pin.get("kind") == "iceberg":
+        from lockstep.source.iceberg import IcebergInput
+
+        return IcebergInput(address, config)
     from lockstep.source.files import FilesInput
 
     return FilesInput.of_pin(pin, config)
