@@ -378,6 +378,35 @@ def _unscaled(column: pa.Array) -> list[int | None]:
 # The transforms
 
 
+def transform_column(batch: pa.RecordBatch, path: Sequence[str], transform: Transform) -> pa.Array:
+    """The transform of a column of plain type, as a column that orders as the values do; NULL stays NULL."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = _column(batch, Field("", tuple(path), transform))
+    kind = _kind(transform.source_type)
+    if transform.name == "void":
+        return pa.nulls(len(column), pa.int32())
+    if transform.name == "identity":
+        return column
+    if kind in _INTEGRAL:
+        numbers = _whole_numbers(column)
+        missing = None if numbers.null_count == 0 else numbers.is_null().to_numpy(zero_copy_only=False)
+        plain = numbers.fill_null(0).to_numpy(zero_copy_only=False)
+        return pa.array(transform_integers(plain, transform), pa.int64(), mask=missing)
+    if transform.name == "truncate" and kind == "string":
+        return pc.utf8_slice_codeunits(column, 0, transform.width)
+    if transform.name == "truncate" and kind == "binary":
+        return pc.binary_slice(column, 0, transform.width)
+    codes, values = _encode_distinct(column, transform)
+    result = transform.result_type
+    distinct = pa.array(
+        [to_record_value(value, result) for value in values],
+        column.type if transform.name == "truncate" else pa.int64(),
+    )
+    return distinct.take(_as_arrow(codes))
+
+
 def transform_integers(numbers: Ints, transform: Transform) -> Ints:
     """year, month, day, hour, bucket and truncate of whole numbers, all rows at once."""
     import numpy as np

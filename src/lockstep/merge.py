@@ -1,0 +1,361 @@
+"""The merge of sorted runs, a window of rows at a time, in bounded memory.
+
+Rows come out in the order of (key, task, record), whatever the buffers, runs and passes were: runs are
+merged in the order of their rows in the input, and of equal rows the earlier run's come first.
+
+`passes` makes the descriptors: `runs` is a list of runs, each a list of files with the blocks to look at;
+`low` and `high` bound the range, `kind` says what the runs hold, `losers` which rows are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from lockstep.errors import Corrupt
+from lockstep.job import RUN, Json, Plan, Position, SortKey
+from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, key_to_json, order, visible
+from lockstep.sink.run import order_of, unique_of
+from lockstep.source import Chunk
+from lockstep.storage import Storage, local_path, translated
+
+WINDOW_SHARE: Final = 8
+"""Of the task's memory, one part is what is loaded of all runs; twice as much again while it is ordered."""
+
+
+def window_bytes(plan: Plan) -> int:
+    return max(1, plan.limits.task_memory_bytes // WINDOW_SHARE)
+
+
+def bound_to_json(bound: Bound | None) -> Json | None:
+    return None if bound is None else {"key": key_to_json(bound[0]), "run": bound[1]}
+
+
+def _bound_from_json(raw: Json | None) -> Bound | None:
+    return None if raw is None else (key_from_json(raw["key"]), int(raw["run"]))
+
+
+# The merge
+
+
+class MergeReader:
+    """Reads a range of several runs as one sequence of rows in order.
+
+    It has the shape of a source: `read` goes on after any position that it has handed out.
+    """
+
+    def __init__(self, plan: Plan, storage: Storage) -> None:
+        self._plan, self._storage = plan, storage
+
+    def read(self, descriptor: Json, position: Position | None, batch_bytes: int) -> Iterator[Chunk]:
+        """The rows of the range after `position`, without those that lose, as the table's columns.
+
+        The last chunk has a position, unless there are no rows. Rows that lose may make a chunk empty.
+        Raises: Corrupt if a run is not what was listed; Retryable if the storage does not answer.
+        """
+        losers = Losers.load(descriptor["losers"], self._storage)
+        for window in self.windows(descriptor, position):
+            kept = [losers.dropped(batch) for batch in window.batches] if losers else window.batches
+            pieces = [piece for batch in kept for piece in _pieces(visible(batch), batch_bytes)]
+            yield from _chunks(pieces, window.position)
+
+    def read_whole(self, descriptor: Json, position: Position | None, batch_bytes: int) -> Iterator[Chunk]:
+        """As `read`, with hidden columns: what a combining task writes into a longer run."""
+        for window in self.windows(descriptor, position):
+            pieces = [piece for batch in window.batches for piece in _pieces(batch, batch_bytes)]
+            yield from _chunks(pieces, window.position)
+
+    def windows(self, descriptor: Json, position: Position | None) -> Iterator[Window]:
+        """The merge, a window of rows at a time."""
+        keys = (order_of(self._plan) if descriptor["kind"] == RUN else unique_of(self._plan)).keys
+        low, high = _bound_from_json(descriptor["low"]), _bound_from_json(descriptor["high"])
+        places = position["runs"] if position else [None] * len(descriptor["runs"])
+        streams = [
+            _Stream(ordinal, files, keys, low, high, place, self._storage)
+            for ordinal, (files, place) in enumerate(zip(descriptor["runs"], places, strict=True))
+        ]
+        try:
+            yield from _merged(streams, keys, window_bytes(self._plan))
+        finally:
+            for stream in streams:
+                stream.close()
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows in order, and where to go on after them."""
+
+    batches: Sequence[pa.RecordBatch]
+    position: Position
+
+
+def _merged(streams: Sequence[_Stream], keys: Sequence[SortKey], most_bytes: int) -> Iterator[Window]:
+    while True:
+        bound = _refill(streams, most_bytes)
+        slices: list[list[pa.RecordBatch]] = []
+        for stream in streams:
+            if stream.loaded and (taken := stream.take(bound)):
+                slices.append(taken)
+        if slices:
+            yield Window(_in_order(slices, keys), {"runs": [stream.position for stream in streams]})
+        elif bound is None:
+            return
+
+
+def _refill(streams: Sequence[_Stream], most_bytes: int) -> Bound | None:
+    """Load until memory is used, always where the next rows are needed first.
+
+    Answers up to where all rows are loaded, or None if that is the end. At least one block of every run is
+    loaded.
+    """
+    loaded_bytes = sum(stream.loaded_bytes for stream in streams)
+    for stream in streams:
+        while not stream.loaded and not stream.ended:
+            stream.load()
+            loaded_bytes += stream.loaded_bytes
+    waiting = [(stream.last_key, stream.ordinal) for stream in streams if not stream.ended]
+    heapq.heapify(waiting)
+    while waiting and loaded_bytes < most_bytes:
+        stream = streams[waiting[0][1]]
+        loaded_bytes += stream.load()
+        if stream.ended:
+            heapq.heappop(waiting)
+        else:
+            heapq.heapreplace(waiting, (stream.last_key, stream.ordinal))
+    return waiting[0] if waiting else None
+
+
+def _in_order(slices: Sequence[list[pa.RecordBatch]], keys: Sequence[SortKey]) -> list[pa.RecordBatch]:
+    """The slices of each run, merged. Runs stand in their order, so that a stable order does it."""
+    if len(slices) == 1:
+        return slices[0]
+    batches = [batch for slice_ in slices for batch in slice_]
+    rows = pa.concat_batches(batches)
+    return [rows.take(pa.array(order(rows, keys)))]
+
+
+def _pieces(rows: pa.RecordBatch, most_bytes: int) -> Iterator[pa.RecordBatch]:
+    step = max(1, rows.num_rows * most_bytes // max(1, rows.nbytes))
+    for first in range(0, max(1, rows.num_rows), step):
+        yield rows.slice(first, step)
+
+
+def _chunks(pieces: Sequence[pa.RecordBatch], position: Position) -> Iterator[Chunk]:
+    for at, piece in enumerate(pieces, 1):
+        yield Chunk(piece, position if at == len(pieces) else None)
+
+
+@dataclass
+class _Loaded:
+    """Rows of one block that have not been handed out."""
+
+    rows: SortedRows
+    last_key: Key
+    file: int
+    block: int
+    row: int
+    size_bytes: int
+
+
+@dataclass
+class _Stream:
+    """One run of a merge: what is loaded of it, and where the next block is."""
+
+    ordinal: int
+    files: Sequence[Json]
+    keys: Sequence[SortKey]
+    low: Bound | None
+    high: Bound | None
+    place: Sequence[int] | None
+    storage: Storage
+    loaded: list[_Loaded] = field(default_factory=list)
+    loaded_bytes: int = 0
+    ended: bool = False
+    _file: int = 0
+    _block: int = 0
+    _reader: Any = None
+    _opened: Any = None
+
+    def __post_init__(self) -> None:
+        if self.place is not None:
+            self._file, self._block = self.place[0], self.place[1]
+        elif self.files:
+            self._block = self.files[0]["first"]
+        self._skip_finished_files()
+
+    @property
+    def last_key(self) -> Key:
+        return self.loaded[-1].last_key
+
+    @property
+    def position(self) -> list[int]:
+        """File, block and row to go on with."""
+        if self.loaded:
+            head = self.loaded[0]
+            return [head.file, head.block, head.row]
+        return [self._file, self._block, 0]
+
+    def load(self) -> int:
+        """Load one block more; answers its bytes. `ended` is set after the last one."""
+        file, block = self._file, self._block
+        batch = self._read(file, block)
+        self._block += 1
+        self._skip_finished_files()
+        rows = SortedRows(batch, self.keys)
+        first, last = 0, batch.num_rows
+        if self.place is not None and list(self.place[:2]) == [file, block]:
+            first = self.place[2]
+        elif self.place is None and self.low is not None:
+            first = _reach(rows, self.low, self.ordinal)
+        if self.high is not None:
+            last = _reach(rows, self.high, self.ordinal)
+            if last < batch.num_rows:
+                self.ended = True
+        if first >= last:
+            return 0
+        kept = batch.slice(first, last - first)
+        self.loaded.append(
+            _Loaded(SortedRows(kept, self.keys), rows.key(last - 1), file, block, first, kept.nbytes)
+        )
+        self.loaded_bytes += kept.nbytes
+        return int(kept.nbytes)
+
+    def take(self, bound: Bound | None) -> list[pa.RecordBatch]:
+        """Hand out the loaded rows up to where all runs are loaded."""
+        taken: list[pa.RecordBatch] = []
+        while self.loaded:
+            head = self.loaded[0]
+            here = len(head.rows)
+            if bound is not None:
+                here = self._reach_of(head, bound)
+            if here < len(head.rows):
+                if here:
+                    taken.append(head.rows.rows.slice(0, here))
+                    self._advance(head, here)
+                break
+            taken.append(head.rows.rows)
+            self.loaded_bytes -= head.size_bytes
+            self.loaded.pop(0)
+        return taken
+
+    def close(self) -> None:
+        self._reader = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _reach_of(self, head: _Loaded, bound: Bound) -> int:
+        """How many of these rows come before, or are, the last row loaded of the run that is loaded least."""
+        key, ordinal = bound
+        if head.last_key < key:
+            return len(head.rows)
+        return head.rows.first_after(key) if self.ordinal <= ordinal else head.rows.first_not_before(key)
+
+    def _advance(self, head: _Loaded, rows: int) -> None:
+        rest = head.rows.rows.slice(rows)
+        self.loaded_bytes += rest.nbytes - head.size_bytes
+        self.loaded[0] = _Loaded(
+            SortedRows(rest, self.keys), head.last_key, head.file, head.block, head.row + rows, rest.nbytes
+        )
+
+    def _skip_finished_files(self) -> None:
+        while self._file < len(self.files) and self._block >= self.files[self._file]["last"]:
+            self.close()
+            self._file += 1
+            self._block = self.files[self._file]["first"] if self._file < len(self.files) else 0
+        if self._file >= len(self.files):
+            self.ended = True
+
+    def _read(self, file: int, block: int) -> pa.RecordBatch:
+        piece = self.files[file]
+        try:
+            if self._reader is None:
+                self._opened = _open(piece, self.storage)
+                self._reader = pa.ipc.open_file(self._opened)
+            return self._reader.get_batch(block)
+        except pa.ArrowInvalid as error:
+            raise Corrupt(
+                f"{piece['path']} cannot be read as a run: {error}",
+                hint="the file was changed or damaged after it was written; nothing was published",
+            ) from error
+        except (OSError, pa.ArrowException) as error:
+            raise translated(error, "read", piece["path"]) from error
+
+
+def _open(piece: Json, storage: Storage) -> Any:
+    """Raises: Corrupt if the file does not have the size that was listed."""
+    path = piece["path"]
+    found = storage.size(path)
+    if found != piece["size"]:
+        raise Corrupt(
+            f"the run {path} was listed with {piece['size']} bytes, but the storage has {found}",
+            hint="the file was changed or deleted by somebody else; nothing was published",
+        )
+    local = local_path(path)
+    return pa.OSFile(str(local)) if local is not None else pa.PythonFile(storage.open(path), "r")
+
+
+def _reach(rows: SortedRows, bound: Bound, ordinal: int) -> int:
+    """How many of these rows of the run `ordinal` lie before a bound."""
+    key, run = bound
+    return rows.first_not_before(key) if ordinal >= run else rows.first_after(key)
+
+
+# Rows that lose
+
+
+@dataclass(frozen=True)
+class Losers:
+    """Rows that are not published, one bit for each record of a task up to its last loser."""
+
+    bases: np.ndarray[Any, np.dtype[np.int64]]
+    ends: np.ndarray[Any, np.dtype[np.int64]]
+    bits: np.ndarray[Any, np.dtype[np.uint8]]
+
+    @classmethod
+    def load(cls, paths: Sequence[str], storage: Storage) -> Losers | None:
+        """All losers of a job. Raises: Corrupt; Retryable."""
+        if not paths:
+            return None
+        tasks, records = [], []
+        for path in paths:
+            rows = read_losers(path, storage)
+            tasks.append(rows.column(TASK).to_numpy().astype(np.int64))
+            records.append(rows.column(RECORD).to_numpy())
+        task, record = np.concatenate(tasks), np.concatenate(records)
+        if not len(task):
+            return None
+        ends = np.zeros(int(task.max()) + 1, np.int64)
+        np.maximum.at(ends, task, record + 1)
+        bases = np.concatenate(([0], np.cumsum(ends)[:-1]))
+        flags = np.zeros(int(ends.sum()), np.bool_)
+        flags[bases[task] + record] = True
+        return cls(bases, ends, np.packbits(flags, bitorder="little"))
+
+    def dropped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The batch without its losers."""
+        task = batch.column(TASK).to_numpy().astype(np.int64)
+        record = batch.column(RECORD).to_numpy()
+        known = task < len(self.ends)
+        safe = np.where(known, task, 0)
+        known &= record < self.ends[safe]
+        at = np.where(known, self.bases[safe] + record, 0)
+        lost = known & (self.bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).astype(np.bool_)
+        return batch if not lost.any() else batch.filter(pa.array(~lost))
+
+
+def read_losers(path: str, storage: Storage) -> pa.Table:
+    local = local_path(path)
+    try:
+        source = pa.OSFile(str(local)) if local is not None else pa.PythonFile(storage.open(path), "r")
+        with source:
+            return pa.ipc.open_file(source).read_all()
+    except pa.ArrowInvalid as error:
+        raise Corrupt(f"{path} cannot be read as a list of rows: {error}") from error
+    except (OSError, pa.ArrowException) as error:
+        raise translated(error, "read", path) from error

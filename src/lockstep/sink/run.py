@@ -1,0 +1,347 @@
+"""Sorted runs: the steps of an import between its input and its data files.
+
+A run holds rows in the order of the plan, in blocks of about a megabyte. Its manifest entry knows enough to
+plan a merge without opening it (`stats`): the number of blocks, bytes before compression, the largest
+block, and `samples`, the keys at which every `sampled`-th block begins, from block 0 on.
+
+With a unique key a run carries the number of the task and of the record for each row, and has a narrow
+companion of the kind `keys`: unique columns and these numbers, sorted by the unique key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lockstep.errors import Corrupt
+from lockstep.fingerprint import fingerprint
+from lockstep.job import KEYS, RUN, Fingerprint, Json, Lease, Plan, SortKey, StagedFile
+from lockstep.keys import RECORD, TASK, Key, KeyColumns, cut, key_of, key_to_json, order, visible
+from lockstep.sink.shape import FileShape
+from lockstep.sink.staging import ArrowFile, staged_url
+from lockstep.storage import Storage, local_path
+
+BLOCK_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 16 << 20
+"""Rows that are brought into order at once."""
+MOST_BUFFER_BYTES: Final = 1 << 30
+"""Offsets of texts in one array are 32-bit numbers."""
+MOST_BUFFER_ROWS: Final = 1 << 27
+MOST_SAMPLES: Final = 128
+SAMPLES_BYTES: Final = 8192
+"""Of all samples of a run together, if its keys are long; at least a few stay."""
+LEAST_SAMPLES: Final = 16
+LONG_RUN_BYTES: Final = 256_000_000
+
+Sizes = npt.NDArray[np.int64]
+
+
+class RunSink:
+    """Buffers rows within a third of the task's memory, sorts them, and writes them as a run.
+
+    Sorting needs the buffer, a copy of its largest column, and the pieces on their way to the file.
+    """
+
+    def __init__(self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, storage: Storage) -> None:
+        self._plan, self._storage = plan, storage
+        self._lease = Lease(job_id, stage, index, epoch, "")
+        self._order = order_of(plan)
+        self._unique = unique_of(plan) if plan.terms and plan.terms.unique else None
+        self._most_bytes = min(MOST_BUFFER_BYTES, max(1, plan.limits.task_memory_bytes // 3))
+        self._shape: FileShape | None = None
+        self._buffer: list[pa.RecordBatch] = []
+        self._buffered_bytes = 0
+        self._buffered_rows = 0
+        self._fingerprint = Fingerprint()
+        self._finished: list[StagedFile] = []
+        self._open: RunFile | None = None
+        self._sequence = 0
+
+    def add(self, batch: pa.RecordBatch, records: pa.Int64Array | None = None) -> None:
+        """Take rows in the target's Arrow schema.
+
+        Raises: Corrupt for rows that do not fit the table's schema; Invalid and Retryable from the storage.
+        """
+        if batch.num_rows == 0:
+            return
+        if self._is_full:
+            self._write()
+        if self._shape is None:
+            self._shape = FileShape.of(self._plan.schema, batch.schema)
+        rows = _decoded(self._shape.plain(batch))
+        self._fingerprint += fingerprint(rows)
+        rows = self._order.attach(rows)
+        if self._unique is not None:
+            rows = self._numbered(rows, records)
+        self._buffer.append(rows)
+        self._buffered_bytes += rows.nbytes
+        self._buffered_rows += rows.num_rows
+
+    @property
+    def full(self) -> bool:
+        return bool(self._finished) or self._is_full
+
+    @property
+    def pending_bytes(self) -> int:
+        return self._buffered_bytes + sum(file.size_bytes for file in self._finished)
+
+    def flush(self) -> list[StagedFile]:
+        """Sort and write what is buffered, durably, and confirm the sizes.
+
+        Raises: Corrupt if a file is not there with its size; Invalid; Retryable.
+        """
+        self._write()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self) -> None:
+        if self._open is not None:
+            self._open.abort()
+        self._buffer = []
+
+    @property
+    def _is_full(self) -> bool:
+        return self._buffered_bytes >= self._most_bytes or self._buffered_rows >= MOST_BUFFER_ROWS
+
+    def _numbered(self, rows: pa.RecordBatch, records: pa.Int64Array | None) -> pa.RecordBatch:
+        if records is None or len(records) != rows.num_rows:
+            raise Corrupt("rows came without their record numbers, which a unique key needs")
+        task = pa.repeat(pa.scalar(self._lease.index, pa.int32()), rows.num_rows)
+        return rows.append_column(TASK, task).append_column(RECORD, records)
+
+    def _write(self) -> None:
+        if not self._buffer:
+            return
+        rows = _combined(self._buffer)
+        self._buffer = []
+        if self._unique is not None:
+            self._write_sorted(KEYS, _key_rows(rows, self._unique), self._unique.keys, Fingerprint())
+        self._write_sorted(RUN, rows, self._order.keys, self._fingerprint)
+        self._fingerprint = Fingerprint()
+        self._buffered_bytes = self._buffered_rows = 0
+        self._sequence += 1
+
+    def _write_sorted(
+        self, kind: str, rows: pa.RecordBatch, keys: Sequence[SortKey], sum_of_rows: Fingerprint
+    ) -> None:
+        url = staged_url(self._plan, self._lease, self._sequence, kind)
+        file = self._open = RunFile(url, kind, rows.schema, keys, self._storage)
+        if kind == KEYS and self._plan.terms and self._plan.terms.on_duplicate == "keep-last":
+            ordered = rows.num_rows - 1 - order(_reversed(rows.select([k.column for k in keys])), keys)
+        else:
+            ordered = order(rows, keys)
+        sizes = row_bytes(rows)[ordered]
+        for first, last in _cuts(sizes, PIECE_BYTES):
+            piece = rows.take(pa.array(ordered[first:last]))
+            for start, end in _cuts(sizes[first:last], BLOCK_BYTES):
+                file.write(piece.slice(start, end - start))
+        self._finished.append(file.finish(sum_of_rows))
+        self._open = None
+
+
+class SortedRunSink:
+    """Rows that come in order, hidden columns and all, as one long run: what `combine` makes of several.
+
+    `kind` says whether they are runs or their companions. Long runs are cut into several files, which
+    together are one run: their order is that of their names.
+    """
+
+    def __init__(
+        self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, storage: Storage, kind: str = RUN
+    ) -> None:
+        self._plan, self._storage, self._kind = plan, storage, kind
+        self._lease = Lease(job_id, stage, index, epoch, "")
+        self._keys = (order_of(plan) if kind == RUN else unique_of(plan)).keys
+        self._file: RunFile | None = None
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_bytes = 0
+        self._fingerprint = Fingerprint()
+        self._finished: list[StagedFile] = []
+        self._sequence = 0
+
+    def add(self, batch: pa.RecordBatch, records: pa.Int64Array | None = None) -> None:
+        """Take the next rows in order. Raises: Invalid and Retryable from the storage."""
+        if batch.num_rows == 0:
+            return
+        if self._kind == RUN:
+            self._fingerprint += fingerprint(visible(batch))
+        self._waiting.append(batch)
+        self._waiting_bytes += batch.nbytes
+        if self._waiting_bytes >= BLOCK_BYTES:
+            self._write()
+        if self._file is not None and self._file.raw_bytes >= LONG_RUN_BYTES:
+            self._finish()
+
+    @property
+    def full(self) -> bool:
+        return bool(self._finished)
+
+    @property
+    def pending_bytes(self) -> int:
+        written = self._file.size_bytes if self._file is not None else 0
+        return written + self._waiting_bytes + sum(file.size_bytes for file in self._finished)
+
+    def flush(self) -> list[StagedFile]:
+        """Raises: Corrupt if a file is not there with its size; Invalid; Retryable."""
+        self._finish()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.abort()
+        self._waiting = []
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        rows = _combined(self._waiting)
+        self._waiting, self._waiting_bytes = [], 0
+        if self._file is None:
+            url = staged_url(self._plan, self._lease, self._sequence, self._kind)
+            self._file = RunFile(url, self._kind, rows.schema, self._keys, self._storage)
+            self._sequence += 1
+        for first, last in _cuts(row_bytes(rows), BLOCK_BYTES):
+            self._file.write(rows.slice(first, last - first))
+
+    def _finish(self) -> None:
+        self._write()
+        if self._file is None:
+            return
+        self._finished.append(self._file.finish(self._fingerprint))
+        self._file, self._fingerprint = None, Fingerprint()
+
+
+class RunFile:
+    """A run being written: blocks in order, with what a merge is planned by."""
+
+    def __init__(
+        self, url: str, kind: str, schema: pa.Schema, keys: Sequence[SortKey], storage: Storage
+    ) -> None:
+        # On this machine's disks compression costs more than it saves; over a network it is the reverse.
+        self._file = ArrowFile(url, schema, storage, None if local_path(url) is not None else "lz4")
+        self._kind, self._keys = kind, keys
+        self._samples: list[Key] = []
+        self.raw_bytes = 0
+        self._block_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def write(self, block: pa.RecordBatch) -> None:
+        self._samples.append(cut(key_of(block, 0, self._keys)))
+        self._file.write(block)
+        self.raw_bytes += block.nbytes
+        self._block_bytes = max(self._block_bytes, block.nbytes)
+
+    def finish(self, sum_of_rows: Fingerprint) -> StagedFile:
+        step = _sampling(self._samples)
+        stats: Json = {
+            "blocks": self._file.blocks,
+            "raw_bytes": self.raw_bytes,
+            "block_bytes": self._block_bytes,
+            "sampled": step,
+            "samples": [key_to_json(key) for key in self._samples[::step]],
+        }
+        return self._file.finish(self._kind, sum_of_rows, stats)
+
+    def abort(self) -> None:
+        self._file.abort()
+
+
+def order_of(plan: Plan) -> KeyColumns:
+    """How the rows of this plan are ordered."""
+    return KeyColumns(plan.terms.order if plan.terms else (), plan.schema)
+
+
+def unique_of(plan: Plan) -> KeyColumns:
+    """How the companions of runs are ordered: by the unique key."""
+    unique = plan.terms.unique if plan.terms else ()
+    return KeyColumns([SortKey(column) for column in unique], plan.schema)
+
+
+def _sampling(samples: Sequence[Key]) -> int:
+    """Every how manieth block's key is kept."""
+    if not samples:
+        return 1
+    length = max(1, sum(len(code) for key in samples for code in key) // len(samples))
+    most = max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLES_BYTES // length))
+    return -(-len(samples) // most)
+
+
+def _decoded(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """An Arrow file has room for one dictionary only, and batches come with different ones."""
+    if not any(pa.types.is_dictionary(kind) for kind in rows.schema.types):
+        return rows
+    columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in rows.columns]
+    return pa.record_batch(columns, names=rows.schema.names)
+
+
+def _combined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One batch of all; `batches` is emptied, so that each column is there twice only while it is copied."""
+    if len(batches) == 1:
+        return batches.pop()
+    schema = batches[0].schema
+    pieces = [[batch.column(at) for batch in batches] for at in range(len(schema))]
+    batches.clear()
+    columns = []
+    for at in range(len(schema)):
+        columns.append(pa.concat_arrays(pieces[at]))
+        pieces[at] = []
+    return pa.record_batch(columns, schema=schema)
+
+
+def _key_rows(rows: pa.RecordBatch, unique: KeyColumns) -> pa.RecordBatch:
+    """The companion's columns: the unique key, task and record. 0.0 and -0.0 are one key."""
+    narrow = unique.attach(rows).select([*(key.column for key in unique.keys), TASK, RECORD])
+    columns = [c if not pa.types.is_floating(c.type) else _without_signed_zero(c) for c in narrow.columns]
+    return pa.record_batch(columns, names=narrow.schema.names)
+
+
+def _without_signed_zero(column: pa.Array) -> pa.Array:
+    import pyarrow.compute as pc
+
+    return pc.add(column, pa.scalar(0.0, column.type))
+
+
+def _reversed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return rows.take(pa.array(np.arange(rows.num_rows - 1, -1, -1, dtype=np.int64)))
+
+
+# Sizes of rows
+
+
+def row_bytes(rows: pa.RecordBatch) -> Sizes:
+    """About how many bytes each row takes: exact for texts, the mean of a column for what is nested."""
+    total = np.ones(rows.num_rows, np.int64)
+    for column in rows.columns:
+        kind = column.type
+        if pa.types.is_string(kind) or pa.types.is_binary(kind):
+            total += np.diff(_offsets(column, np.int32)) + 4
+        elif pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+            total += np.diff(_offsets(column, np.int64)) + 8
+        else:
+            total += -(-column.nbytes // max(1, rows.num_rows))
+    return total
+
+
+def _offsets(column: pa.Array, kind: type[np.int32] | type[np.int64]) -> npt.NDArray[np.int64]:
+    buffer = column.buffers()[1]
+    width = np.dtype(kind).itemsize
+    return np.frombuffer(buffer, kind, len(column) + 1, column.offset * width).astype(np.int64)
+
+
+def _cuts(sizes: Sizes, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of about `most_bytes`, each with at least one row."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + most_bytes, "right")))
+        yield first, last
+        first = last
