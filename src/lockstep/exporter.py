@@ -28,7 +28,7 @@ from lockstep.job import (
     TaskSpec,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint, new_id
-from lockstep.source import PartitionInfo, Pin, Source, SourceTable, open_source
+from lockstep.source import PIN_PREFIX, PartitionInfo, Pin, Source, SourceTable, open_source
 from lockstep.store import JobStore
 from lockstep.target import Target, TargetTable, open_target
 
@@ -325,7 +325,7 @@ class _Planner:
         job_id = new_id()
         parts = None if wanted.whole else [piece.name for piece in wanted.pieces]
         frozen = self.request.pin and not self.dry_run
-        pin = self.source.pin(f"lockstep_pin_{job_id}", wanted.partition.partition_id, parts, frozen=frozen)
+        pin = self.source.pin(f"{PIN_PREFIX}{job_id}", wanted.partition.partition_id, parts, frozen=frozen)
         if frozen:
             undo.callback(self.source.unpin, pin.detail, UNPIN_TIMEOUT_S)
         pinned = replace(wanted, pieces=tuple(part.piece for part in pin.parts))

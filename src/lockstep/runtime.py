@@ -10,6 +10,7 @@ import atexit
 import fcntl
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -55,6 +56,11 @@ def new_id() -> str:
     """A job or request id: sortable by time (the first 48 bits are milliseconds), unguessable after."""
     millis = int(time.time() * 1000)
     return f"{millis:012x}{uuid.uuid4().hex[:12]}"
+
+
+def id_time(job_id: str) -> float | None:
+    """When an id was made, by the clock of whoever made it; None if it is not one of `new_id`."""
+    return int(job_id[:12], 16) / 1000 if re.fullmatch(r"[0-9a-f]{24}", job_id) else None
 
 
 def worker_name() -> str:

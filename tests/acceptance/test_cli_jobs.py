@@ -311,12 +311,25 @@ def test_a_light_command_imports_nothing_heavy(shell: Shell) -> None:
         "duckdb",
         "obstore",
     )
-    for command in (["jobs"], ["show", "0"], ["kill", "0"]):
+    for command in (["jobs"], ["show", "0"], ["kill", "0"], ["sweep", "--help"]):
         done = shell.run(*command, env={"PYTHONPROFILEIMPORTTIME": "1"})
         imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
         assert done.returncode == 0
         assert "lockstep" in imported
         assert imported.isdisjoint(heavy), sorted(imported & set(heavy))
+
+
+def test_a_sweep_lists_what_it_cannot_look_at_and_deletes_nothing(shell: Shell) -> None:
+    job = shell.job(source="parquet:/nowhere")
+    document = shell.document("sweep", "--dry-run")
+    assert document["garbage"] == []
+    assert [thing["what"] for thing in document["kept_unknown"]] == [job.plan.target]
+    assert "nothing to delete" in shell.ok("sweep")
+
+
+@pytest.mark.parametrize("arguments", [["--unknown-older-than", "1h"], ["mysql://h/db"], ["--older", "1d"]])
+def test_a_sweep_that_is_not_understood_is_refused(shell: Shell, arguments: list[str]) -> None:
+    assert shell.run("sweep", *arguments).returncode == 2
 
 
 def test_no_command_shows_a_password(shell: Shell) -> None:
@@ -476,6 +489,6 @@ def test_help_lists_the_commands_of_the_contract(shell: Shell) -> None:
     assert bare.stderr == ""
     for command in (
         *("export", "jobs", "show", "watch", "history", "kill", "pause", "resume", "retry"),
-        *("worker", "partitions", "doctor", "demo"),
+        *("worker", "partitions", "sweep", "doctor", "demo"),
     ):
         assert command in text

@@ -964,12 +964,30 @@ def test_ended_jobs_are_forgotten_after_their_time_to_live(store: JobStore, cloc
     clock.at += 99
     assert store.expire(100) == []
     clock.at += 2
-    assert {*store.expire(100)} == {"job-completed", "job-killed"}
-    assert store.expire(100) == []
+    assert {*store.expire(100, swept={"job-killed"})} == {"job-completed", "job-killed"}
+    assert store.expire(100, swept={"job-killed"}) == []
     assert "job-pinned" in ids(store.list())
     with pytest.raises(NoSuchJob):
         store.read("job-completed")
     store.create([new_job("again", scope="scope-job-completed")])
+
+
+@pytest.mark.parametrize("way", ["while it ran", "after a retry", "while it waited"])
+def test_a_killed_job_that_may_have_written_is_kept_until_it_is_swept(
+    store: JobStore, clock: MovedClock, way: str
+) -> None:
+    if way == "while it waited":
+        store.create([new_job("job1")])
+    else:
+        job_in(store, State.RUNNING if way == "while it ran" else State.FAILED, "job1")
+    if way == "after a retry":
+        store.retry("job1")
+    store.stop("job1", Event.KILL)
+    store.released("job1")
+    clock.at += 101
+    assert store.expire(100) == ([] if way != "while it waited" else ["job1"])
+    assert store.expire(100, swept=["job1"]) == (["job1"] if way != "while it waited" else [])
+    assert store.list() == []
 
 
 # Death of processes
@@ -1055,7 +1073,7 @@ def _advancing(store: JobStore, job_id: str) -> Callable[[JobStore, int], Any]:
 def _expiring(store: JobStore, job_id: str) -> Callable[[JobStore, int], Any]:
     job_in(store, State.KILLED, job_id)
     store.released(job_id)
-    return lambda client, _n: client.expire(-1.0)
+    return lambda client, _n: client.expire(-1.0, swept=[job_id])
 
 
 RACES: dict[str, Callable[[JobStore, str], Callable[[JobStore, int], Any]]] = {

@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "retry": "control",
     "worker": "worker",
     "partitions": "partitions",
+    "sweep": "sweep",
     "doctor": "doctor",
     "demo": "demo",
 }

@@ -42,7 +42,8 @@ DISTINCT_SHARE: Final = 0.25
 
 _CODECS: Final = {"zstd", "snappy", "gzip", "lz4", "brotli", "uncompressed"}
 _CODECS_WITH_LEVEL: Final = {"zstd", "gzip", "brotli"}
-_NAME: Final = re.compile(r"lockstep-([0-9a-f]+)-([a-z]+)-(\d+)-(\d+)-(\d+)\.parquet")
+# Iceberg's layout for object storage may put a hash of the name before it.
+_NAME: Final = re.compile(r"(?:[01]{8}-)?lockstep-([0-9a-f]+)-([a-z]+)-(\d+)-(\d+)-(\d+)\.parquet")
 
 
 class DataFileSink:
@@ -152,7 +153,7 @@ class DataFileSink:
 def data_url(plan: Plan, values: Sequence[Any], name: str) -> str:
     """Where a data file goes: by partition below the table's data folder, or as object storage likes it."""
     properties = plan.properties
-    root = str(properties.get("write.data.path") or f"{plan.location.rstrip('/')}/data").rstrip("/")
+    root = data_root(properties, plan.location)
     folder = partition_path(values, plan.spec, plan.schema)
     within = f"{folder}/{name}" if folder else name
     if not _is_true(properties.get("write.object-storage.enabled", "false")):
@@ -162,9 +163,14 @@ def data_url(plan: Plan, values: Sequence[Any], name: str) -> str:
     return f"{root}/{_entropy(name)}-{name}"
 
 
+def data_root(properties: Mapping[str, Any], location: str) -> str:
+    """The folder below which a table's data files lie."""
+    return str(properties.get("write.data.path") or f"{location.rstrip('/')}/data").rstrip("/")
+
+
 def parse_name(url: str) -> tuple[str, str, int, int, int] | None:
     """Job, stage, task, epoch and sequence of a data file of ours; None for anybody else's file."""
-    match = _NAME.search(url.rpartition("/")[2])
+    match = _NAME.fullmatch(url.rpartition("/")[2])
     if match is None:
         return None
     return match[1], match[2], int(match[3]), int(match[4]), int(match[5])

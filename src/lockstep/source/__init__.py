@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from lockstep.errors import Invalid
 from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from lockstep.config import Config
+
+PIN_PREFIX: Final = "lockstep_pin_"
+"""The name of a frozen copy is this, and the id of its job."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,16 @@ class Reject:
     column: str | None
     reason: str
     raw: str
+
+
+@dataclass(frozen=True)
+class FoundPin:
+    """A frozen copy of ours as the source lists it. `detail` is all that `unpin` needs."""
+
+    job_id: str
+    name: str
+    age_s: float
+    detail: Json
 
 
 @dataclass(frozen=True)

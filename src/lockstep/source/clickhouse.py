@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, Retryable
 from lockstep.job import ColumnMap, Json, Position, TaskSpec, split_evenly
-from lockstep.source import Chunk, PartitionInfo, Pin, SourceColumn, SourceTable
+from lockstep.source import Chunk, FoundPin, PartitionInfo, Pin, SourceColumn, SourceTable
 from lockstep.source.clickhouse_http import Endpoint, Server, ServerError, told
 from lockstep.source.clickhouse_keys import engine_clauses, granule_rows, partition_fields, sorting_fields
 from lockstep.source.clickhouse_pin import (
@@ -25,6 +25,7 @@ from lockstep.source.clickhouse_pin import (
     check_parts,
     check_settled,
     drop,
+    found_pins,
     freeze,
     give_up,
     part_json,
@@ -283,6 +284,17 @@ class ClickHouseSource:
                 raise told(error, f"drop the frozen copy {pin['database']}.{pin['table']}") from error
         finally:
             server.close()
+
+    def pins(self) -> list[FoundPin]:
+        """Every frozen copy of ours beside this table, whichever table or job it belongs to.
+
+        The table itself may be gone. Raises: Retryable if the server does not answer; Invalid.
+        """
+        databases = ", ".join(quote_text(name) for name in {self._pin_database, self._place.database})
+        try:
+            return found_pins(self._server, databases)
+        except ServerError as error:
+            raise told(error, f"list the frozen copies beside {self._name}") from error
 
     def close(self) -> None:
         self._server.close()

@@ -14,7 +14,7 @@ from typing import Final
 
 from lockstep.errors import Invalid, LockstepError, Retryable
 from lockstep.job import Json, Piece
-from lockstep.source import PartInfo
+from lockstep.source import PIN_PREFIX, FoundPin, PartInfo
 from lockstep.source.clickhouse_http import Server, ServerError, told
 from lockstep.source.clickhouse_keys import engine_clauses
 from lockstep.source.clickhouse_types import quote_name, quote_text, split_top_level, tokens
@@ -188,6 +188,24 @@ def freeze(
 
 def drop(server: Server, pin: tuple[str, str]) -> None:
     server.run(f"DROP TABLE IF EXISTS {table_name(*pin)} SYNC", DROP_SETTINGS)
+
+
+def found_pins(server: Server, databases: str) -> list[FoundPin]:
+    """The frozen copies of ours in these databases (quoted). Ages are judged by the server's clock."""
+    rows = server.rows(
+        "SELECT database, name, toInt64(toUnixTimestamp(now())) -"
+        " toInt64(toUnixTimestamp(metadata_modification_time)) AS age_s FROM system.tables"
+        f" WHERE database IN ({databases}) AND match(name, '^{PIN_PREFIX}[0-9a-f]+$') ORDER BY name"
+    )
+    return [
+        FoundPin(
+            row["name"].removeprefix(PIN_PREFIX),
+            f"{row['database']}.{row['name']}",
+            float(row["age_s"]),
+            {"frozen": True, "database": row["database"], "table": row["name"]},
+        )
+        for row in rows
+    ]
 
 
 def give_up(server: Server, pin: tuple[str, str]) -> None:

@@ -250,8 +250,12 @@ class JobStore(Protocol):
         """Completed and killed jobs whose pin may still be there. A failed one keeps it for a retry."""
         ...
 
-    def expire(self, ttl_s: float) -> list[str]:
-        """Forget released completed and killed jobs that ended more than `ttl_s` ago; answer their ids."""
+    def expire(self, ttl_s: float, swept: Collection[str] = ()) -> list[str]:
+        """Forget released completed and killed jobs that ended more than `ttl_s` ago; answer their ids.
+
+        A killed job that may have written files is forgotten only if it is in `swept`: nobody could prove any
+        more that they are garbage. A completed one is remembered by the table.
+        """
         ...
 
     def close(self) -> None: ...

@@ -234,18 +234,22 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
         with self._db.read() as conn:
             return self._jobs(conn, conn.execute(query).all())
 
-    def expire(self, ttl_s: float) -> list[str]:
+    def expire(self, ttl_s: float, swept: Collection[str] = ()) -> list[str]:
         """One transaction for each job. What is left of jobs that were deleted by hand goes too."""
-        forgotten = [job_id for job_id in self._expired(ttl_s) if self._forget(job_id)]
+        forgotten = [job_id for job_id in self._expired(ttl_s, swept) if self._forget(job_id)]
         self._forget_remains()
         return forgotten
 
     @verb
-    def _expired(self, ttl_s: float) -> Sequence[str]:
+    def _expired(self, ttl_s: float, swept: Collection[str]) -> Sequence[str]:
         ended = jobs.c.state.in_([State.COMPLETED.value, State.KILLED.value])
+        wrote = (jobs.c.generation > 1) | jobs.c.started_at.is_not(None)
+        left_behind = (jobs.c.state == State.KILLED.value) & wrote
+        query = select(jobs.c.job_id, left_behind.label("left_behind")).where(ended, jobs.c.released)
         with self._db.read() as conn:
             old = jobs.c.finished_at < self._db.now(conn) - ttl_s
-            return conn.execute(select(jobs.c.job_id).where(ended, jobs.c.released, old)).scalars().all()
+            rows = conn.execute(query.where(old)).all()
+        return [row.job_id for row in rows if not row.left_behind or row.job_id in swept]
 
     @verb
     def _forget(self, job_id: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from lockstep.errors import LockstepError
@@ -19,18 +19,18 @@ _LOG: Final = logging.getLogger("lockstep.store")
 
 
 class ExpireVerb(Records):
-    def expire(self, ttl_s: float) -> list[str]:
+    def expire(self, ttl_s: float, swept: Collection[str] = ()) -> list[str]:
         """One transaction for each job. What is left of jobs that were written in part, or deleted by hand,
         goes too."""
         before = self.now() - ttl_s
         names = self._session.children(self._layout.expiring)
         due = [id_listed(name) for name in names if time_listed(name) < before]
-        gone = [job_id for job_id in due if self._expire(job_id, before)]
+        gone = [job_id for job_id in due if self._expire(job_id, before, job_id in swept)]
         self._clean_indexes()
         self._clean_bodies()
         return gone
 
-    def _expire(self, job_id: str, before: float) -> bool:
+    def _expire(self, job_id: str, before: float, swept: bool) -> bool:
         """Forget one job, if it is still to be forgotten."""
         patience = Patience(f"job {job_id}")
         unanswered: list[str] = []
@@ -39,7 +39,7 @@ class ExpireVerb(Records):
             if seen is None and unanswered:
                 self._drop_bodies(unanswered)
                 return True
-            if seen is None or isinstance(seen, LockstepError) or not _is_due(seen.record, before):
+            if seen is None or isinstance(seen, LockstepError) or not _is_due(seen.record, before, swept):
                 return False
             record = seen.record
             writes = Writes()
@@ -125,6 +125,9 @@ def _owner(body: str) -> str:
     return unquoted(body.rpartition("~")[0])
 
 
-def _is_due(record: Record, before: float) -> bool:
+def _is_due(record: Record, before: float, swept: bool) -> bool:
     ended = record.state in (State.COMPLETED, State.KILLED) and record.released
+    wrote = record.generation > 1 or record.started_at is not None
+    if record.state == State.KILLED and wrote and not swept:
+        return False
     return ended and record.finished_at is not None and record.finished_at < before

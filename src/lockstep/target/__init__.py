@@ -5,7 +5,7 @@ The register is written once: committed or fenced, whichever came first. Impleme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -82,6 +82,13 @@ class Target(Protocol):
 
     def fence(self, head: TargetTable, commit_id: str) -> None:
         """Write `fenced` into the register. Raises: CommitUnknown for everything that is not a proof."""
+        ...
+
+    def referenced(self, head: TargetTable, names: Collection[str]) -> set[str]:
+        """Which of these file names any snapshot of `head` still refers to, on a branch or on none.
+
+        Raises: Retryable or Corrupt if not every one of them can be read: then nothing is known.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +43,7 @@ from lockstep.job import Json, Plan, StagedFile, snapshot_id_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint
 from lockstep.target import Outcome, TargetTable
 from lockstep.target.drift import differences
+from lockstep.target.references import referenced
 from lockstep.target.replace import plan_removal
 from lockstep.target.snapshot import (
     COMMIT_ID,
@@ -212,6 +213,10 @@ class IcebergTarget:
         outcome, _ = self.outcome(head, commit_id)
         if outcome is not Outcome.OPEN:
             raise CommitUnknown(f"commit {commit_id} is already {outcome} in {self.address}")
+
+    def referenced(self, head: TargetTable, names: Collection[str]) -> set[str]:
+        with self._answers():
+            return referenced(_table(head), names)
 
     # Checks before a commit
 
