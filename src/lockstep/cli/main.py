@@ -39,6 +39,7 @@ COMMANDS: Final = {
     "pause": "control",
     "resume": "control",
     "retry": "control",
+    "verify": "verify",
     "worker": "worker",
     "partitions": "partitions",
     "sweep": "sweep",

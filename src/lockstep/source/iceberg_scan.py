@@ -88,23 +88,36 @@ def scan_files(table: Table, snapshot: Snapshot, schema: Schema) -> list[ScanFil
     Raises: Invalid for files or deletes that Lockstep cannot read exactly; Corrupt if the metadata of the
     snapshot is gone; whatever else the storage raises.
     """
-    name = ".".join(table.name())
-    try:
-        entries = list(_entries(snapshot.manifests(table.io), table.io))
-    except FileNotFoundError as error:
-        raise Corrupt(
-            f"snapshot {snapshot.snapshot_id} of {name} cannot be read: {error}",
-            hint="its metadata was deleted; read another snapshot",
-        ) from error
+    entries = _read_entries(table, snapshot)
     data = [entry for entry in entries if entry.data_file.content is DataFileContent.DATA]
     deletes = _DeleteIndex(
         [entry for entry in entries if entry.data_file.content is not DataFileContent.DATA]
     )
     for entry in entries:
-        _require_readable(entry.data_file, name)
+        _require_readable(entry.data_file, ".".join(table.name()))
     partitions = _Partitions(table.metadata, schema)
     data.sort(key=lambda entry: (entry.sequence_number or 0, entry.data_file.file_path))
     return [_scan_file(entry, partitions, deletes, table.metadata) for entry in data]
+
+
+def added_files(table: Table, snapshot: Snapshot, added_by: int) -> list[ScanFile]:
+    """The data files of `snapshot` that the snapshot with the id `added_by` brought, without later deletes.
+
+    Raises: as `scan_files`.
+    """
+    found = []
+    for entry in _read_entries(table, snapshot):
+        file = entry.data_file
+        if file.content is DataFileContent.DATA and entry.snapshot_id == added_by:
+            _require_readable(file, ".".join(table.name()))
+            found.append(ScanFile(file.file_path, file.file_size_in_bytes, file.record_count, UNPARTITIONED))
+    return sorted(found, key=lambda file: file.path)
+
+
+def live_paths(table: Table, snapshot: Snapshot) -> set[str]:
+    """The data files of a snapshot."""
+    entries = _read_entries(table, snapshot)
+    return {e.data_file.file_path for e in entries if e.data_file.content is DataFileContent.DATA}
 
 
 def equality_fields(files: Iterable[ScanFile], metadata: TableMetadata, schema: Schema) -> Json:
@@ -133,6 +146,16 @@ def _top_level(field_id: int, schemas: Sequence[Schema]) -> Json | None:
                 raw: Json = column.model_dump(mode="json", by_alias=True)
                 return raw
     return None
+
+
+def _read_entries(table: Table, snapshot: Snapshot) -> list[ManifestEntry]:
+    try:
+        return list(_entries(snapshot.manifests(table.io), table.io))
+    except FileNotFoundError as error:
+        raise Corrupt(
+            f"snapshot {snapshot.snapshot_id} of {'.'.join(table.name())} cannot be read: {error}",
+            hint="its metadata was deleted; read another snapshot",
+        ) from error
 
 
 def _entries(manifests: Iterable[ManifestFile], io: FileIO) -> Iterator[ManifestEntry]:
