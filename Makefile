@@ -1,6 +1,6 @@
 SEEDS ?= 1000
 
-.PHONY: help setup check test test-quick simulate demo bench bench-quick lock clean
+.PHONY: help setup check test test-quick simulate matrix demo bench bench-quick lock clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -19,6 +19,9 @@ test: check ## everything: checks and all tests
 
 test-quick: setup ## tests that start neither Spark nor a server, under 2 minutes
 	@.venv/bin/pytest -m "not servers"
+
+matrix: setup ## run the crash matrix and write its results into docs/guarantees.md
+	@LOCKSTEP_WRITE_MATRIX=1 .venv/bin/pytest tests/crash/test_crash_matrix.py
 
 simulate: setup ## SEEDS=1000 simulated runs of store, worker and commit; SEED=n shows one of them
 	@.venv/bin/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

@@ -18,6 +18,7 @@ from tests import readers, servers
 from tests.lab import Lab
 from tests.store_lab import DatabaseClock, Stores
 from tests.zookeeper_server import ZooKeeperServer
+from tests.zygote import Zygote
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +142,14 @@ def empty_stores(
         return postgresql.url(database)
 
     return new
+
+
+@pytest.fixture(scope="session")
+def zygote(chdb_folder: Path) -> Iterator[Zygote]:
+    """Starts processes of ours in milliseconds; they find the embedded ClickHouse of the session."""
+    zygote = Zygote.launch()
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture(params=STORE_KINDS)

@@ -1,0 +1,244 @@
+"""One cell of the crash matrix: a failpoint, an action and a kind of store, played by real processes.
+
+The victim reaches the failpoint and dies, meets an error, or falls asleep there and is stopped as a whole
+(SIGSTOP) until its lease has run out. Then a rescuer works on the same job. What has to be true afterwards
+does not depend on the cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.job import Job, State
+from lockstep.runtime import FAILPOINTS_VARIABLE
+from tests import players
+from tests.lab import Lab
+from tests.store_lab import check_always_true
+from tests.zygote import Child, Zygote
+
+ACTIONS = ("kill", "error", "sleep")
+LIMITS = {"lease_s": 2.5}
+ASLEEP_S = 6.0
+KILLED = -signal.SIGKILL
+CONFLICT = 3
+REFUSED = 2
+ENDED_BY_A_KILL = 4
+STATE_VARIABLE = "LOCKSTEP_FAILPOINTS_STATE"
+IN_EXECUTORS = ("write", "map", "merge")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of job with the failpoints that it passes, and how its result is judged.
+
+    `request` is the command line that asks for it, `prepare` makes what that reads, and `assert_exact` fails
+    unless the target of the one completed job holds the right rows once each, for an independent reader.
+    """
+
+    name: str
+    failpoints: tuple[str, ...]
+    prepare: Callable[[Lab], None]
+    request: Callable[[Lab], tuple[str, ...]]
+    assert_exact: Callable[[Lab], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    family: str
+    failpoint: str
+    action: str
+    store: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.failpoint}-{self.action}-{self.store}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the processes did, and how it ended."""
+
+    story: str
+    ending: str
+
+
+class Drill:
+    def __init__(self, family: Family, cell: Cell, lab: Lab, zygote: Zygote) -> None:
+        self.family = family
+        self.cell = cell
+        self.lab = lab
+        self._zygote = zygote
+        self._counts = lab.folder / "reached"
+        self._counts.mkdir()
+        self._cast: list[Child] = []
+
+    def run(self) -> Result:
+        self.family.prepare(self.lab)
+        place = self.cell.failpoint.partition(".")[0]
+        play = {"plan": self._planner, "fence": self._killer}.get(place, self._worker)
+        try:
+            result = play(place)
+        except BaseException as error:
+            error.add_note(f"{self.cell.name}; what the processes said:\n{self._said()}")
+            raise
+        finally:
+            for child in self._cast:
+                child.kill()
+        check_always_true(self.lab.store())
+        return result
+
+    # The plays
+
+    def _worker(self, place: str) -> Result:
+        """The victim works on the job; the rescuer finds what it has left."""
+        job_id = self._ask()
+        with self._victim(players.work, job_id) as victim:
+            story = self._act(place, victim, lambda: self._rescue(job_id))
+        self._rescue(job_id)
+        self._assert_completed(job_id)
+        if place in IN_EXECUTORS and self.cell.action != "sleep":
+            job = self.lab.store().read(job_id)
+            assert job.attempts > job.tasks_total, "no attempt was lost: the drill did not happen"
+        return Result(story, "exact")
+
+    def _act(self, place: str, victim: Child, rescue: Callable[[], None]) -> str:
+        match self.cell.action:
+            case "kill" if place in IN_EXECUTORS:
+                assert victim.wait() == 0
+                return "the task's process dies; the driver starts the task anew"
+            case "kill":
+                assert victim.wait() == KILLED
+                return "the worker dies; another one takes over"
+            case "error":
+                assert victim.wait() == 0
+                return "the worker tries again"
+        self._while_asleep(victim, rescue)
+        assert victim.wait() == 0
+        return "another worker takes over; the sleeper changes nothing"
+
+    def _planner(self, place: str) -> Result:
+        """The victim asks for the job; when it has not, somebody asks again."""
+        with self._victim(players.command, *self.family.request(self.lab), "--detach") as victim:
+            if self.cell.action == "sleep":
+                self._while_asleep(victim, self._ask)
+                assert victim.wait() == CONFLICT
+                story = "somebody else asks meanwhile; the sleeper is told of the conflict"
+            else:
+                assert victim.wait() == (KILLED if self.cell.action == "kill" else REFUSED)
+                assert self.lab.jobs() == []
+                self._ask()
+                story = "no job was created; asked again, one is"
+        (job,) = self.lab.jobs()
+        self._rescue(job.job_id)
+        self._assert_completed(job.job_id)
+        return Result(story, "exact")
+
+    def _killer(self, place: str) -> Result:
+        """A committer sleeps before it publishes; the victim is the one who kills the job."""
+        job_id = self._ask()
+        asleep = f"commit.before_publish=sleep:{ASLEEP_S}"
+        with self._victim(players.work, job_id, failpoints=asleep) as committer:
+            self._await("commit.before_publish")
+            self.lab.freeze_group(committer.pid)
+            with self._victim(players.command, "kill", job_id) as victim:
+                story = self._act_on_the_kill(victim, job_id)
+            assert self.lab.store().read(job_id).state is State.KILLED
+            os.killpg(committer.pid, signal.SIGCONT)
+            assert committer.wait() == 0
+        assert self.lab.lineage() == []
+        assert self.lab.store().read(job_id).state is State.KILLED
+        return Result(story, "nothing published")
+
+    def _act_on_the_kill(self, victim: Child, job_id: str) -> str:
+        def kill_again() -> None:
+            assert self._play(players.command, "kill", job_id).wait() == 0
+
+        if self.cell.action == "sleep":
+            self._while_asleep(victim, kill_again)
+            assert victim.wait() == 0
+            return "a second kill ends the job; the sleeper changes nothing"
+        if self.cell.action == "error":
+            assert victim.wait() == 0
+            return "the kill tries again and ends the job"
+        assert victim.wait() == KILLED
+        kill_again()
+        return "the kill dies; a second one ends the job"
+
+    # What they have in common
+
+    def _ask(self) -> str:
+        """Ask for the job and leave it to workers."""
+        assert self._play(players.command, *self.family.request(self.lab), "--detach").wait() == 0
+        (job,) = self.lab.jobs()
+        return job.job_id
+
+    def _rescue(self, job_id: str) -> None:
+        assert self._play(players.work, job_id).wait() == 0
+
+    def _while_asleep(self, victim: Child, others: Callable[[], object]) -> None:
+        """Stop the victim as a whole at its failpoint, let others act, and wake it up: it changes nothing."""
+        self._await(self.cell.failpoint)
+        self.lab.freeze_group(victim.pid)
+        others()
+        before = self.lab.jobs()
+        os.killpg(victim.pid, signal.SIGCONT)
+        victim.wait()
+        assert self.lab.jobs() == before
+
+    def _await(self, failpoint: str) -> None:
+        count = self._counts / failpoint
+        self.lab.wait_until(lambda: count.exists() and count.stat().st_size > 0)
+
+    def _assert_completed(self, job_id: str) -> None:
+        (job,) = self.lab.jobs()
+        assert job.job_id == job_id
+        assert job.state is State.COMPLETED, job.error
+        assert self.lab.lineage() == [job.snapshot_id]
+        self.family.assert_exact(self.lab)
+        self._assert_files(job)
+        assert [pin for pin in self.lab.pins() if job_id in pin] == []
+        assert (self._counts / self.cell.failpoint).exists(), "the failpoint was not reached"
+
+    def _assert_files(self, job: Job) -> None:
+        """The manifest of the store and the files of the snapshot are the same ones."""
+        recorded = [file.path for file in self.lab.store().manifest(job.job_id, job.plan.stages[-1])]
+        published = [task.file.file_path for task in self.lab.table().scan().plan_files()]
+        assert sorted(recorded) == sorted(published)
+
+    # The processes
+
+    @contextlib.contextmanager
+    def _victim(
+        self, play: Callable[..., object], *arguments: str, failpoints: str | None = None
+    ) -> Iterator[Child]:
+        armed = failpoints or f"{self.cell.failpoint}={self._armed_action}"
+        child = self._play(play, *arguments, failpoints=armed)
+        try:
+            yield child
+        finally:
+            # Stopped or not, and with its tasks.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+    @property
+    def _armed_action(self) -> str:
+        return f"sleep:{ASLEEP_S}" if self.cell.action == "sleep" else self.cell.action
+
+    def _play(self, play: Callable[..., Any], *arguments: str, failpoints: str = "") -> Child:
+        environment = {STATE_VARIABLE: str(self._counts)}
+        if failpoints:
+            environment[FAILPOINTS_VARIABLE] = failpoints
+        log = self.lab.folder / f"{len(self._cast)}-{play.__name__}.log"
+        child = self._zygote.start(players.on_stage, self.lab.folder, environment, log, play, *arguments)
+        self._cast.append(child)
+        return child
+
+    def _said(self) -> str:
+        logs = sorted(self.lab.folder.glob("*.log"))
+        return "\n".join(f"{Path(log).name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
