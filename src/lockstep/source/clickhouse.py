@@ -17,6 +17,7 @@ from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, Retryable
 from lockstep.job import ColumnMap, Json, Position, TaskSpec, split_evenly
 from lockstep.source import Chunk, FoundPin, PartitionInfo, Pin, SourceColumn, SourceTable
+from lockstep.source.chdb_launch import START_TIMEOUT_S, connect
 from lockstep.source.clickhouse_http import Endpoint, Server, ServerError, told
 from lockstep.source.clickhouse_keys import engine_clauses, granule_rows, partition_fields, sorting_fields
 from lockstep.source.clickhouse_pin import (
@@ -136,12 +137,11 @@ class ClickHouseSource:
     def _name(self) -> str:
         return f"{self._place.database}.{self._place.table}"
 
-    def _find(self) -> Endpoint:
+    def _find(self, timeout_s: float = START_TIMEOUT_S) -> Endpoint:
+        """Where the server is; an embedded one that does not run is started."""
         if self._place.endpoint is not None:
             return self._place.endpoint
-        from lockstep.source.chdb_server import connect
-
-        found = connect(self._place.folder or Path())
+        found = connect(self._place.folder or Path(), timeout_s=timeout_s)
         return Endpoint(found.host, found.port, found.user, found.password)
 
     # What is there
@@ -274,9 +274,10 @@ class ClickHouseSource:
     def unpin(self, pin: Json, timeout_s: float) -> None:
         if not pin["frozen"]:
             return
-        # Three requests at most (connect, hello, drop) share the time.
+        # Three requests at most (connect, hello, drop) share the time; an embedded server may first have to
+        # be started in it.
         share_s = timeout_s / 3
-        server = Server(self._find, connect_timeout_s=share_s, receive_timeout_s=share_s)
+        server = Server(lambda: self._find(timeout_s), connect_timeout_s=share_s, receive_timeout_s=share_s)
         try:
             drop(server, (pin["database"], pin["table"]))
         except ServerError as error:
