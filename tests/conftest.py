@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from lockstep.runtime import new_id
 from lockstep.source.chdb_launch import IDLE_VARIABLE
 from lockstep.store import open_store, sql_schema
 from tests import readers, servers
-from tests.lab import Lab
+from tests.lab import Lab, chdb_pid
 from tests.store_lab import DatabaseClock, Stores
 from tests.zookeeper_server import ZooKeeperServer
 from tests.zygote import Zygote
@@ -53,10 +52,20 @@ def chdb_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ[IDLE_VARIABLE] = "900"
     folder = tmp_path_factory.mktemp("chdb") / "data"
     yield folder
-    if (card := folder / ".lockstep-server" / "card.json").exists():
-        pid = json.loads(card.read_text())["pid"]
-        if str(folder) in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(pid, signal.SIGTERM)
+    _end_chdb(folder)
+
+
+@pytest.fixture(scope="session")
+def stoppable_chdb(chdb_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Another one, for tests that stop the server (`Lab.frozen_source`), where nobody else would notice."""
+    folder = tmp_path_factory.mktemp("stoppable-chdb") / "data"
+    yield folder
+    _end_chdb(folder)
+
+
+def _end_chdb(folder: Path) -> None:
+    if (pid := chdb_pid(folder)) is not None:
+        os.kill(pid, signal.SIGTERM)
 
 
 @pytest.fixture
@@ -127,8 +136,7 @@ def empty_stores(
 
     A test that asks for it carries `@pytest.mark.servers`.
     """
-    postgresql.run("CREATE DATABASE empty_store")
-    open_store(postgresql.url("empty_store")).close()
+    postgresql.run("CREATE DATABASE stores")
     lock = threading.Lock()
 
     def new(kind: str, name: str) -> str | None:
@@ -136,10 +144,10 @@ def empty_stores(
             return zookeeper.url(name)
         if kind == "sqlite":
             return None
-        database = re.sub("[^a-z0-9]", "_", f"store_{name}".lower())
+        schema = re.sub("[^a-z0-9]", "_", f"store_{name}".lower())
         with lock:
-            postgresql.run(f"CREATE DATABASE {database} TEMPLATE empty_store")
-        return postgresql.url(database)
+            postgresql.run(f"CREATE SCHEMA {schema}", "stores")
+        return postgresql.url("stores", search_path=schema)
 
     return new
 

@@ -57,7 +57,17 @@ def open_clickhouse(path: Path) -> Client:
     )
 
 
-def _die_with_parent() -> None:
+def chdb_pid(folder: Path) -> int | None:
+    """The process that serves an embedded ClickHouse; None if there is none."""
+    card = folder / ".lockstep-server" / "card.json"
+    if not card.exists():
+        return None
+    pid = int(json.loads(card.read_text())["pid"])
+    command = Path(f"/proc/{pid}/cmdline")
+    return pid if command.exists() and str(folder) in command.read_text() else None
+
+
+def die_with_parent() -> None:
     """A test run that is itself killed leaves no worker behind."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -134,6 +144,17 @@ class Lab:
         )
         return [tuple(row) for row in result.result_rows]
 
+    @contextmanager
+    def frozen_source(self) -> Iterator[None]:
+        """ClickHouse answers nobody, and no connection breaks. For a lab that has a server of its own."""
+        pid = chdb_pid(self.chdb)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     # The command
 
     def run(
@@ -171,7 +192,7 @@ class Lab:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         try:
             yield process

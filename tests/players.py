@@ -1,9 +1,10 @@
-"""What the processes of a crash drill do: the command line, and a worker for one job."""
+"""What processes of a test do: the command line, and a worker for one job. See `zygote`."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +14,13 @@ from lockstep.cli.main import main
 from lockstep.config import load_config
 from lockstep.engine import RunTask
 from lockstep.engine.spark import TASK_FAILURES
+from lockstep.runtime import FAILPOINTS_VARIABLE
 from lockstep.store import open_store
 from lockstep.worker import Worker
 from tests.zygote import Child, Zygote
 
 SLOTS = 2
+STATE_VARIABLE = "LOCKSTEP_FAILPOINTS_STATE"
 
 
 def on_stage(
@@ -44,6 +47,43 @@ def work(*job_ids: str) -> None:
     config = load_config()
     store = open_store(config.store_url)
     Worker(config, store, job_ids=job_ids, engine=ForkEngine(zygote)).run("jobs_ended")
+
+
+class Troupe:
+    """The processes of one test: they work in its folder, and what they say is kept there.
+
+    They count the failpoints that they reach together, so that a test can wait for one.
+    """
+
+    def __init__(self, zygote: Zygote, folder: Path) -> None:
+        self._zygote = zygote
+        self._folder = folder
+        self._counts = folder / "reached"
+        self._counts.mkdir()
+        self._players = 0
+
+    def play(self, play: Callable[..., object], *arguments: str, failpoints: str = "") -> Child:
+        """Start a process that plays, with failpoints armed."""
+        environment = {STATE_VARIABLE: str(self._counts)}
+        if failpoints:
+            environment[FAILPOINTS_VARIABLE] = failpoints
+        log = self._folder / f"{self._players}-{play.__name__}.log"
+        self._players += 1
+        return self._zygote.start(on_stage, self._folder, environment, log, play, *arguments)
+
+    def has_reached(self, failpoint: str) -> bool:
+        count = self._counts / failpoint
+        return count.exists() and count.stat().st_size > 0
+
+    def wait_for(self, failpoint: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.has_reached(failpoint):
+            assert time.monotonic() < deadline, f"{failpoint} was not reached\n{self.said()}"
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        logs = sorted(self._folder.glob("*.log"))
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 class ForkEngine:

@@ -1,6 +1,6 @@
 """Processes that start in milliseconds: forks of one that has loaded everything and has no threads.
 
-What Spark's Python daemon does for its workers, this does for the victims and rescuers of the crash drills.
+What Spark's Python daemon does for its workers, this does for the processes of our tests.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Child:
         if self._returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        """SIGKILL to it, stopped or not, and to what it started. For one that has a session of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Zygote:

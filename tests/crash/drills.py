@@ -12,13 +12,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from lockstep.job import Job, State
-from lockstep.runtime import FAILPOINTS_VARIABLE
 from tests import players
 from tests.lab import Lab
+from tests.players import Troupe
 from tests.store_lab import check_always_true
 from tests.zygote import Child, Zygote
 
@@ -28,8 +26,6 @@ ASLEEP_S = 6.0
 KILLED = -signal.SIGKILL
 CONFLICT = 3
 REFUSED = 2
-ENDED_BY_A_KILL = 4
-STATE_VARIABLE = "LOCKSTEP_FAILPOINTS_STATE"
 IN_EXECUTORS = ("write", "map", "merge")
 
 
@@ -73,10 +69,7 @@ class Drill:
         self.family = family
         self.cell = cell
         self.lab = lab
-        self._zygote = zygote
-        self._counts = lab.folder / "reached"
-        self._counts.mkdir()
-        self._cast: list[Child] = []
+        self._troupe = Troupe(zygote, lab.folder)
 
     def run(self) -> Result:
         self.family.prepare(self.lab)
@@ -85,11 +78,8 @@ class Drill:
         try:
             result = play(place)
         except BaseException as error:
-            error.add_note(f"{self.cell.name}; what the processes said:\n{self._said()}")
+            error.add_note(f"{self.cell.name}; what the processes said:\n{self._troupe.said()}")
             raise
-        finally:
-            for child in self._cast:
-                child.kill()
         check_always_true(self.lab.store())
         return result
 
@@ -144,7 +134,7 @@ class Drill:
         job_id = self._ask()
         asleep = f"commit.before_publish=sleep:{ASLEEP_S}"
         with self._victim(players.work, job_id, failpoints=asleep) as committer:
-            self._await("commit.before_publish")
+            self._troupe.wait_for("commit.before_publish")
             self.lab.freeze_group(committer.pid)
             with self._victim(players.command, "kill", job_id) as victim:
                 story = self._act_on_the_kill(victim, job_id)
@@ -157,7 +147,7 @@ class Drill:
 
     def _act_on_the_kill(self, victim: Child, job_id: str) -> str:
         def kill_again() -> None:
-            assert self._play(players.command, "kill", job_id).wait() == 0
+            assert self._troupe.play(players.command, "kill", job_id).wait() == 0
 
         if self.cell.action == "sleep":
             self._while_asleep(victim, kill_again)
@@ -174,26 +164,22 @@ class Drill:
 
     def _ask(self) -> str:
         """Ask for the job and leave it to workers."""
-        assert self._play(players.command, *self.family.request(self.lab), "--detach").wait() == 0
+        assert self._troupe.play(players.command, *self.family.request(self.lab), "--detach").wait() == 0
         (job,) = self.lab.jobs()
         return job.job_id
 
     def _rescue(self, job_id: str) -> None:
-        assert self._play(players.work, job_id).wait() == 0
+        assert self._troupe.play(players.work, job_id).wait() == 0
 
     def _while_asleep(self, victim: Child, others: Callable[[], object]) -> None:
         """Stop the victim as a whole at its failpoint, let others act, and wake it up: it changes nothing."""
-        self._await(self.cell.failpoint)
+        self._troupe.wait_for(self.cell.failpoint)
         self.lab.freeze_group(victim.pid)
         others()
         before = self.lab.jobs()
         os.killpg(victim.pid, signal.SIGCONT)
         victim.wait()
         assert self.lab.jobs() == before
-
-    def _await(self, failpoint: str) -> None:
-        count = self._counts / failpoint
-        self.lab.wait_until(lambda: count.exists() and count.stat().st_size > 0)
 
     def _assert_completed(self, job_id: str) -> None:
         (job,) = self.lab.jobs()
@@ -203,7 +189,7 @@ class Drill:
         self.family.assert_exact(self.lab)
         self._assert_files(job)
         assert [pin for pin in self.lab.pins() if job_id in pin] == []
-        assert (self._counts / self.cell.failpoint).exists(), "the failpoint was not reached"
+        assert self._troupe.has_reached(self.cell.failpoint), "the failpoint was not reached"
 
     def _assert_files(self, job: Job) -> None:
         """The manifest of the store and the files of the snapshot are the same ones."""
@@ -218,27 +204,12 @@ class Drill:
         self, play: Callable[..., object], *arguments: str, failpoints: str | None = None
     ) -> Iterator[Child]:
         armed = failpoints or f"{self.cell.failpoint}={self._armed_action}"
-        child = self._play(play, *arguments, failpoints=armed)
+        child = self._troupe.play(play, *arguments, failpoints=armed)
         try:
             yield child
         finally:
-            # Stopped or not, and with its tasks.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            child.kill_group()
 
     @property
     def _armed_action(self) -> str:
         return f"sleep:{ASLEEP_S}" if self.cell.action == "sleep" else self.cell.action
-
-    def _play(self, play: Callable[..., Any], *arguments: str, failpoints: str = "") -> Child:
-        environment = {STATE_VARIABLE: str(self._counts)}
-        if failpoints:
-            environment[FAILPOINTS_VARIABLE] = failpoints
-        log = self.lab.folder / f"{len(self._cast)}-{play.__name__}.log"
-        child = self._zygote.start(players.on_stage, self.lab.folder, environment, log, play, *arguments)
-        self._cast.append(child)
-        return child
-
-    def _said(self) -> str:
-        logs = sorted(self.lab.folder.glob("*.log"))
-        return "\n".join(f"{Path(log).name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
