@@ -491,13 +491,15 @@ def expected(text: str, **dialect: Any) -> list[list[str]]:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    raw=st.text(st.sampled_from(list('ab1,,"""\n\n\r é')), max_size=80),
+    raw=st.text(st.sampled_from(list('ab1,,"""\n\n\r\\ é')), max_size=80),
     batch_bytes=st.integers(1, 40),
     task_bytes=st.integers(1, 60),
     escape=st.sampled_from([None, None, "\\"]),
 )
 def test_any_text_is_read_as_pythons_csv_module_reads_it(tmp_path, raw, batch_bytes, task_bytes, escape):
     """Whatever the blocks, the tasks and the position to go on from; what is not two fields is a reject."""
+    if escape:
+        raw += "a"  # Python takes an escape with nothing after it for a newline
     path = csv_file(tmp_path, "k,v\n" + raw)
     schema = schema_of(k="string", v="string")
     lab = FilesLab(tmp_path, path, schema=schema, escape=escape, null=("\0",))

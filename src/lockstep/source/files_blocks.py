@@ -19,18 +19,23 @@ import numpy.typing as npt
 
 from lockstep.errors import Corrupt
 
+Data = bytes | bytearray
 Offsets = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 NEWLINE: Final = 0x0A
 RETURN: Final = 0x0D
+COUNTED_AT_ONCE: Final = 1 << 20
 
 
 class Records(Protocol):
     """How a kind of text falls into records."""
 
-    def last_end(self, data: bytes) -> int:
-        """The end of the last record that is surely whole, from a record's beginning on; 0 if none is."""
+    def last_end(self, data: Data, size: int) -> int:
+        """The end of the last record that is surely whole in the first `size` bytes; 0 if none is.
+
+        They begin where a record does.
+        """
         ...
 
     def spans(self, data: bytes) -> list[tuple[int, int]]:
@@ -46,46 +51,48 @@ class Dialect:
     quote: bytes = b'"'
     escape: bytes = b""
 
-    def last_end(self, data: bytes) -> int:
-        if self.escape and self.escape in data:
-            return self._walked_end(data)
-        if not self.quote or self.quote not in data:
-            return _last_line_end(data, len(data))
-        quotes = _positions(data, self.quote)
-        end, before = self._last_end_outside(data, quotes)
-        return end if self._pairs_up(data, quotes[:before]) else self._walked_end(data)
+    def last_end(self, data: Data, size: int) -> int:
+        if self.escape and data.find(self.escape, 0, size) >= 0:
+            return self._walked_end(bytes(memoryview(data)[:size]))
+        if not self.quote or data.find(self.quote, 0, size) < 0:
+            return _last_line_end(data, size)
+        quotes = _positions(data, size, self.quote)
+        end, before = self._last_end_outside(data, size, quotes)
+        if self._pairs_up(data, size, quotes[:before]):
+            return end
+        return self._walked_end(bytes(memoryview(data)[:size]))
 
     def spans(self, data: bytes) -> list[tuple[int, int]]:
         if self.escape and self.escape in data:
             return self._walked_spans(data)
         ends = line_ends(data)
         if self.quote and self.quote in data:
-            quotes = _positions(data, self.quote)
-            if not self._pairs_up(data, quotes):
+            quotes = _positions(data, len(data), self.quote)
+            if not self._pairs_up(data, len(data), quotes):
                 return self._walked_spans(data)
             ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
         return _spans_between(data, ends.tolist())
 
-    def _last_end_outside(self, data: bytes, quotes: Offsets) -> tuple[int, int]:
+    def _last_end_outside(self, data: Data, size: int, quotes: Offsets) -> tuple[int, int]:
         """The last line end with as many quotes opened as closed, and how many quotes say so."""
         for find in (_rfind_newline, _rfind_lone_return):
-            before = len(data)
-            while (at := find(data, before)) >= 0:
+            before = size
+            while (at := find(data, before, size)) >= 0:
                 inside = int(np.searchsorted(quotes, at))
                 if inside % 2 == 0:
                     return at + 1, inside
                 before = int(quotes[inside - 1])
         return 0, len(quotes)
 
-    def _pairs_up(self, data: bytes, quotes: Offsets) -> bool:
+    def _pairs_up(self, data: Data, size: int, quotes: Offsets) -> bool:
         """Whether counting quotes tells inside from outside: each opens a field, closes one, or is doubled.
 
         A doubled quote closes and opens again with nothing in between, so it counts like any other pair.
         """
-        view = np.frombuffer(data, np.uint8)
+        view = np.frombuffer(data, np.uint8, size)
         opening, closing = quotes[0::2], quotes[1::2]
         before = view[opening[opening > 0] - 1]
-        after = view[closing[closing < len(data) - 1] + 1]
+        after = view[closing[closing < size - 1] + 1]
         return bool(self._beside_quotes[before].all() and self._beside_quotes[after].all())
 
     @cached_property
@@ -141,8 +148,8 @@ class Dialect:
 class Lines:
     """One record per line, whatever is in it."""
 
-    def last_end(self, data: bytes) -> int:
-        return data.rfind(b"\n") + 1
+    def last_end(self, data: Data, size: int) -> int:
+        return data.rfind(b"\n", 0, size) + 1
 
     def spans(self, data: bytes) -> list[tuple[int, int]]:
         view = np.frombuffer(data, np.uint8)
@@ -150,16 +157,20 @@ class Lines:
         return [span for span in _between(data, ends) if data[span[0] : span[1]].strip(b" \t\r\n")]
 
 
-def count_lines(data: bytes) -> int:
-    """Line ends: \\n, \\r\\n, and \\r alone."""
-    lines = int(np.count_nonzero(np.frombuffer(data, np.uint8) == NEWLINE))
-    if b"\r" in data:
-        lines += data.count(b"\r") - data.count(b"\r\n")
+def count_lines(data: Data, size: int | None = None) -> int:
+    """Line ends in the first `size` bytes: \\n, \\r\\n, and \\r alone."""
+    end = len(data) if size is None else size
+    lines = 0
+    for start in range(0, end, COUNTED_AT_ONCE):
+        view = np.frombuffer(data, np.uint8, min(COUNTED_AT_ONCE, end - start), start)
+        lines += int(np.count_nonzero(view == NEWLINE))
+    if data.find(b"\r", 0, end) >= 0:
+        lines += data.count(b"\r", 0, end) - data.count(b"\r\n", 0, end)
     return lines
 
 
-def _positions(data: bytes, byte: bytes) -> Offsets:
-    return np.flatnonzero(np.frombuffer(data, np.uint8) == byte[0])
+def _positions(data: Data, size: int, byte: bytes) -> Offsets:
+    return np.flatnonzero(np.frombuffer(data, np.uint8, size) == byte[0])
 
 
 def line_ends(data: bytes) -> Offsets:
@@ -173,20 +184,20 @@ def line_ends(data: bytes) -> Offsets:
     return np.flatnonzero(ends) + 1
 
 
-def _rfind_newline(data: bytes, before: int) -> int:
+def _rfind_newline(data: Data, before: int, size: int) -> int:
     return data.rfind(b"\n", 0, before)
 
 
-def _rfind_lone_return(data: bytes, before: int) -> int:
+def _rfind_lone_return(data: Data, before: int, size: int) -> int:
     """The last \\r that no \\n follows. One at the very end may be half of a line end, and does not count."""
-    at = data.rfind(b"\r", 0, min(before, len(data) - 1))
+    at = data.rfind(b"\r", 0, min(before, size - 1))
     while at >= 0 and data[at + 1] == NEWLINE:
         at = data.rfind(b"\r", 0, at)
     return at
 
 
-def _last_line_end(data: bytes, before: int) -> int:
-    return (_rfind_newline(data, before) + 1) or (_rfind_lone_return(data, before) + 1)
+def _last_line_end(data: Data, size: int) -> int:
+    return (_rfind_newline(data, size, size) + 1) or (_rfind_lone_return(data, size, size) + 1)
 
 
 def _between(data: bytes, ends: list[int]) -> Iterator[tuple[int, int]]:
@@ -207,7 +218,7 @@ def _spans_between(data: bytes, ends: list[int]) -> list[tuple[int, int]]:
 
 
 class Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+    def readinto(self, into: memoryview, /) -> int: ...
 
 
 def whole_records(
@@ -218,30 +229,38 @@ def whole_records(
     A record that is larger makes its block larger. Joined, the blocks are the stream.
     Raises: Corrupt, naming the input, for a record above `most_bytes`, and if it ends before `length`.
     """
-    held = b""
+    for data, size in cuts(stream, length, records, block_bytes, most_bytes, name):
+        yield bytes(memoryview(data)[:size])
+
+
+def cuts(
+    stream: Readable, length: int | None, records: Records, block_bytes: int, most_bytes: int, name: str
+) -> Iterator[tuple[bytearray, int]]:
+    """As `whole_records`, without a copy: a block is the beginning of a buffer that the next one reuses."""
+    buffer = bytearray(block_bytes)
+    held = 0
     left = length
-    wanted = block_bytes
     while True:
-        asked = max(1, wanted - len(held))
-        fresh = stream.read(asked if left is None else min(asked, left))
+        room = len(buffer) - held if left is None else min(len(buffer) - held, left)
+        fresh = stream.readinto(memoryview(buffer)[held : held + room]) if room else 0
+        held += fresh
         if left is not None:
-            left -= len(fresh)
+            left -= fresh
             if not fresh and left:
                 raise Corrupt(f"{name} ends {left} bytes early", hint="import it anew")
-        held += fresh
         if not fresh or left == 0:
             if held:
-                yield held
+                yield buffer, held
             return
-        end = records.last_end(held)
+        end = records.last_end(buffer, held)
         if end:
-            yield held[:end]
-            held, wanted = held[end:], block_bytes
-            continue
-        if len(held) >= wanted:
-            wanted = 2 * len(held)
-        if len(held) >= most_bytes:
-            raise _too_large(name, most_bytes)
+            yield buffer, end
+            buffer[: held - end] = buffer[end:held]
+            held -= end
+        elif held == len(buffer):
+            if held >= most_bytes:
+                raise _too_large(name, most_bytes)
+            buffer.extend(bytes(held))
 
 
 def _too_large(name: str, most_bytes: int) -> Corrupt:

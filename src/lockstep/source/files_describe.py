@@ -14,7 +14,7 @@ from lockstep.errors import Invalid
 from lockstep.job import Json
 from lockstep.source import ParseOptions, SourceColumn
 from lockstep.source.files_blocks import Dialect, count_lines, whole_records
-from lockstep.source.files_csv import dialect_of, read_fields
+from lockstep.source.files_csv import dialect_of, read_fields, whole_column
 from lockstep.source.files_infer import infer
 from lockstep.source.files_open import OpenFile, RawFile, bare_name
 from lockstep.storage import Storage
@@ -188,7 +188,7 @@ def _texts(sample: bytes, width: int, dialect: Dialect, nulls: Sequence[str]) ->
         ),
     )
     for number in range(width):
-        yield _as_text(table[f"f{number}"].combine_chunks())
+        yield _as_text(whole_column(table[f"f{number}"]))
 
 
 def _as_text(raw: pa.Array) -> pa.Array:

@@ -128,8 +128,8 @@ class OpenFile:
         self._url = url
         self._raw: BinaryIO = storage.open(url)
         self._compression = compression
+        self._stream: Any = self._raw
         if compression == "none":
-            self._stream = self._raw
             self._raw.seek(offset)
             return
         self._stream = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), CODECS[compression])
@@ -144,15 +144,24 @@ class OpenFile:
 
     def read(self, size: int, /) -> bytes:
         try:
-            return self._stream.read(size)
+            return bytes(self._stream.read(size))
         except OSError as error:
-            if error.errno is not None:
-                raise translated(error, "read", self._url) from error
-            reason = str(error).splitlines()[0] if str(error) else "its end is missing"
-            raise Corrupt(
-                f"cannot read {self._url} as {self._compression}: {reason}",
-                hint="it may have been cut short: copy it again, and import it anew",
-            ) from error
+            raise self._unreadable(error) from error
+
+    def readinto(self, into: memoryview, /) -> int:
+        try:
+            return int(self._stream.readinto(into))
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> Exception:
+        if error.errno is not None:
+            return translated(error, "read", self._url)
+        reason = str(error).splitlines()[0] if str(error) else "its end is missing"
+        return Corrupt(
+            f"cannot read {self._url} as {self._compression}: {reason}",
+            hint="it may have been cut short: copy it again, and import it anew",
+        )
 
     def __enter__(self) -> OpenFile:
         return self

@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 
 from lockstep.job import Json, Position, TaskSpec
 from lockstep.source import Chunk, Place, Reject
-from lockstep.source.files_blocks import Records, count_lines, line_ends, whole_records
+from lockstep.source.files_blocks import Records, count_lines, cuts, line_ends, whole_records
 from lockstep.source.files_fit import Fitted, Parser, fit
 from lockstep.source.files_open import OpenFile, RawFile
 from lockstep.storage import Storage
 
-BLOCK_BYTES: Final = 8 << 20
+BLOCK_BYTES: Final = 4 << 20
 MOST_RECORD_BYTES: Final = 64 << 20
 """What a record may have at least; more where the task has more memory."""
 COMPRESSED_WEIGHT: Final = 4
@@ -101,10 +101,10 @@ def _cuts(storage: Storage, file: RawFile, records: Records, piece_bytes: int) -
     length = file.size_bytes - file.start
     end, lines, held = file.start, 0, 0
     with OpenFile(storage, file.url, file.compression, file.start) as opened:
-        for block in whole_records(opened, length, records, block_bytes, 1 << 30, file.url):
-            end += len(block)
-            held += len(block)
-            lines += count_lines(block)
+        for block, size in cuts(opened, length, records, block_bytes, 1 << 30, file.url):
+            end += size
+            held += size
+            lines += count_lines(block, size)
             if held >= piece_bytes:
                 yield end, lines
                 lines = held = 0
