@@ -50,7 +50,9 @@ class Outcome:
 class FilesLab:
     """An import's input over `addresses`, as the planner and then as an executor sees it."""
 
-    def __init__(self, root: Path, *addresses: str | Path, **options: Any) -> None:
+    def __init__(
+        self, root: Path, *addresses: str | Path, ignore_extra: bool = False, **options: Any
+    ) -> None:
         self.config = Config(root, "sqlite://", {}, {}, {})
         self.options = ParseOptions(**options)
         self.planner = open_input([str(address) for address in addresses], self.options, self.config)
@@ -58,7 +60,7 @@ class FilesLab:
         self.detail: Json = json.loads(json.dumps(self.pin.detail))
         self.table = self.planner.describe()
         schema = self.options.schema or derive(self.table)[0]
-        self.columns: list[ColumnMap] = match_columns(self.table, schema)
+        self.columns: list[ColumnMap] = match_columns(self.table, schema, ignore_extra=ignore_extra)
 
     @property
     def executor(self) -> Input:

@@ -107,6 +107,13 @@ def test_records_have_the_shape_that_csv_gives_them(tmp_path, text, rows, batch_
     assert not outcome.rejects
 
 
+@pytest.mark.parametrize("text", ["a,b\nx,1", "a,b\nx,1\n", "a,b\rx,1", "\n\na,b\n\nx,1"])
+def test_the_last_record_of_a_small_file_tells_its_types_too(tmp_path, text):
+    lab = read_one(tmp_path, text)
+    assert [column.type for column in lab.table.columns] == ["string", "long"]
+    assert lab.read_all().rows == [{"a": "x", "b": 1}]
+
+
 def test_empty_files_and_files_with_only_a_header_have_no_rows(tmp_path):
     csv_file(tmp_path, "", "1.csv")
     csv_file(tmp_path, "a,b\n", "2.csv")

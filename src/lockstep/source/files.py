@@ -1,4 +1,4 @@
-"""Raw files as the input of an import: CSV so far, from disks and object stores, compressed or not.
+"""Raw files as the input of an import: CSV and JSON lines, from disks and object stores, compressed or not.
 
 Files cannot be frozen, so a pin is a list of names, sizes and identities; a file that changed or went away
 since is `Corrupt`, looked for before the first row and again before the last one of each task.
@@ -18,7 +18,9 @@ from lockstep.source import Chunk, ParseOptions, PartInfo, Pin, Place, SourceTab
 from lockstep.source.files_blocks import Dialect, Records
 from lockstep.source.files_csv import CsvParser, dialect_of
 from lockstep.source.files_describe import Described, describe_csv
+from lockstep.source.files_describe_json import describe_json
 from lockstep.source.files_fit import Parser
+from lockstep.source.files_json import RECORDS, JsonParser
 from lockstep.source.files_list import list_inputs
 from lockstep.source.files_open import (
     MAGIC_BYTES,
@@ -74,6 +76,8 @@ class FilesInput:
             format = self._format()
             if format == "csv":
                 return describe_csv(self._storage, self._raw_files(), self._options)
+            if format == "json":
+                return describe_json(self._storage, self._raw_files(), self._options)
             raise Invalid(f"Lockstep does not read {format} yet")
         except Corrupt as error:
             raise Invalid(error.message, hint=error.hint) from error
@@ -205,14 +209,19 @@ class _Frozen:
 
     @property
     def records(self) -> Records:
-        return self._dialect
+        return self._dialect if self.format == "csv" else RECORDS
 
     def parsers(self, columns: Sequence[ColumnMap]) -> Callable[[int], Parser]:
         made: dict[int, Parser] = {}
 
         def parser(layout: int) -> Parser:
             if layout not in made:
-                made[layout] = CsvParser(self.layouts[layout], columns, self._dialect, self.options.null)
+                made[layout] = self._parser(self.layouts[layout], columns)
             return made[layout]
 
         return parser
+
+    def _parser(self, names: Sequence[str], columns: Sequence[ColumnMap]) -> Parser:
+        if self.format == "csv":
+            return CsvParser(names, columns, self._dialect, self.options.null)
+        return JsonParser(names, columns)

@@ -36,7 +36,9 @@ from lockstep.errors import Invalid
 from lockstep.job import ColumnMap
 from lockstep.source import ParseOptions
 from lockstep.source.files_blocks import Dialect
+from lockstep.source.files_columns import refuse_where, whole_column
 from lockstep.source.files_fit import Misfit, Unfit, shown
+from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
 from lockstep.source.files_values import from_text, is_text_form, misfit_reason
 
 _ROW: Final = re.compile(r"Row #(\d+):")
@@ -85,7 +87,8 @@ class CsvParser:
         }
         self._texts = [name for name, kind in self._types.items() if pa.types.is_string(kind)]
         self._integers = [name for name, kind in self._types.items() if pa.types.is_integer(kind)]
-        self._empty = pa.RecordBatch.from_pylist([], schema=self._schema)
+        nothing = [pa.nulls(0, field.type) for field in self._schema]
+        self._empty = pa.RecordBatch.from_arrays(nothing, schema=self._schema)
 
     def records(self, block: bytes) -> list[tuple[int, int]]:
         return self._dialect.spans(block)
@@ -158,14 +161,14 @@ class CsvParser:
         if not self._integers or not any(mark[1:] in block and mark in block for mark in _HEXADECIMAL):
             return
         for texts in self._read(block, self._integers, quoted, as_texts=True).values():
-            _refuse_where(pc.match_substring_regex(texts, "[xX]"))
+            refuse_where(pc.match_substring_regex(texts, "[xX]"))
 
     def _refuse_infinite(self, block: bytes, table: dict[str, pa.Array], quoted: bool) -> None:
         """A number beyond the range is parsed as infinite; only one that says so may be."""
         for name, array in table.items():
             if pa.types.is_floating(array.type) and pc.any(pc.is_inf(array)).as_py():
                 texts = self._read(block, [name], quoted, as_texts=True)[name]
-                _refuse_where(pc.and_(pc.is_inf(array), pc.match_substring_regex(texts, "[0-9]")))
+                refuse_where(pc.and_(pc.is_inf(array), pc.match_substring_regex(texts, "[0-9]")))
 
     def _array(self, table: dict[str, pa.Array], index: int) -> pa.Array:
         place, field = self._places[index], self._schema.field(index)
@@ -173,12 +176,14 @@ class CsvParser:
             array = pa.nulls(len(next(iter(table.values()))), field.type)
         else:
             array = table[f"f{place}"]
-            if array.type != field.type:
+            if pa.types.is_nested(field.type):
+                array = _from_json(array, self._columns[index], field.type)
+            elif array.type != field.type:
                 array = from_text(array, field.type)
             elif pa.types.is_decimal(array.type):
                 array.validate(full=True)  # Arrow's parser checks the digits before it adds the scale
         if array.null_count and not field.nullable:
-            _refuse_where(array.is_null())
+            refuse_where(array.is_null())
         return array
 
     # Why a record does not fit
@@ -216,20 +221,21 @@ class CsvParser:
         return f"{shown(text)} {misfit_reason(text, column.type)}"
 
 
-def whole_column(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, without a copy where it is one already."""
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
 def _fields(count: int) -> str:
     return f"{count} field{'' if count == 1 else 's'}"
 
 
-def _refuse_where(mask: pa.Array) -> None:
-    """Raises: Unfit at the first True."""
-    row = pc.index(mask, True).as_py()
-    if row >= 0:
-        raise Unfit(row)
+def _from_json(texts: pa.StringArray, column: ColumnMap, kind: pa.DataType) -> pa.Array:
+    values = []
+    for row, text in enumerate(texts.to_pylist()):
+        try:
+            values.append(None if text is None else strict_value(loads(text), kind))
+        except Misvalue as error:
+            raise Unfit(row) from error
+    try:
+        return nested_array(values, column)
+    except Misvalue as error:
+        raise Unfit from error
 
 
 def _parsed_type(kind: pa.DataType) -> pa.DataType:

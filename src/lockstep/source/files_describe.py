@@ -13,8 +13,9 @@ from lockstep.arrow_types import type_text
 from lockstep.errors import Invalid
 from lockstep.job import Json
 from lockstep.source import ParseOptions, SourceColumn
-from lockstep.source.files_blocks import Dialect, count_lines, whole_records
-from lockstep.source.files_csv import dialect_of, read_fields, whole_column
+from lockstep.source.files_blocks import Dialect, Records, count_lines, whole_records
+from lockstep.source.files_columns import whole_column
+from lockstep.source.files_csv import dialect_of, read_fields
 from lockstep.source.files_infer import infer
 from lockstep.source.files_open import OpenFile, RawFile, bare_name
 from lockstep.storage import Storage
@@ -99,28 +100,34 @@ def _open_csv(
     storage: Storage, file: RawFile, options: ParseOptions, dialect: Dialect, size_bytes: int
 ) -> tuple[list[str] | None, RawFile, bytes]:
     """Column names (None: it is empty), the file with the place of its first record, and some records."""
-    start, line = _after_skipped(storage, file, options.skip)
-    with OpenFile(storage, file.url, file.compression, start) as opened:
-        block = next(whole_records(opened, None, dialect, size_bytes, MOST_RECORD_BYTES, file.url), b"")
-        spans = dialect.spans(block)
-        if not spans:
-            return None, replace(file, start=start + len(block), line=line + count_lines(block)), b""
-        begin, end = spans[0]
-        try:
-            fields = read_fields(block[begin:end], dialect)
-        except Invalid as error:
-            raise Invalid(f"cannot read {file.url}: {error.message}", hint=error.hint) from error
-        if not options.header:
-            return _made_names(len(fields), options.schema), replace(file, start=start, line=line), block
-        sample = block[end:]
-        if not sample:
-            rest = whole_records(opened, None, dialect, size_bytes, MOST_RECORD_BYTES, file.url)
-            sample = next(rest, b"")
+    start, line = after_skipped(storage, file, options.skip)
+    block = first_records(storage, file, start, dialect, size_bytes)
+    spans = dialect.spans(block)
+    if not spans:
+        return None, replace(file, start=start + len(block), line=line + count_lines(block)), b""
+    begin, end = spans[0]
+    try:
+        fields = read_fields(block[begin:end], dialect)
+    except Invalid as error:
+        raise Invalid(f"cannot read {file.url}: {error.message}", hint=error.hint) from error
+    if not options.header:
+        return _made_names(len(fields), options.schema), replace(file, start=start, line=line), block
     names = [name or f"c{number}" for number, name in enumerate(fields)]
-    return names, replace(file, start=start + end, line=line + count_lines(block[:end])), sample
+    return names, replace(file, start=start + end, line=line + count_lines(block[:end])), block[end:]
 
 
-def _after_skipped(storage: Storage, file: RawFile, skip: int) -> tuple[int, int]:
+def first_records(storage: Storage, file: RawFile, start: int, records: Records, size_bytes: int) -> bytes:
+    """About `size_bytes` of whole records from `start` on; all of a file that is smaller."""
+    found = b""
+    with OpenFile(storage, file.url, file.compression, start) as opened:
+        for block in whole_records(opened, None, records, size_bytes, MOST_RECORD_BYTES, file.url):
+            found += block
+            if len(found) > size_bytes // 2:
+                break
+    return found
+
+
+def after_skipped(storage: Storage, file: RawFile, skip: int) -> tuple[int, int]:
     """Where the text begins: after the byte order mark, and after the lines that the user skips."""
     with OpenFile(storage, file.url, file.compression) as opened:
         held = opened.read(LEAST_SAMPLE_BYTES)
@@ -202,7 +209,11 @@ def _as_text(raw: pa.Array) -> pa.Array:
 def _column(name: str, texts: Sequence[pa.Array] | None, schema: Json | None) -> SourceColumn:
     given = {f["name"]: f for f in schema["fields"]} if schema else {}
     if name in given:
-        wanted = given[name]
-        return SourceColumn(name, type_text(wanted["type"]), wanted["type"], not wanted["required"])
+        return given_column(given[name])
     kind = infer(pa.concat_arrays(texts)) if texts else "string"
     return SourceColumn(name, f"{kind}, by the look of it", kind, nullable=True)
+
+
+def given_column(field: Json) -> SourceColumn:
+    """A column whose type the user or the target says: what does not fit it will be a reject."""
+    return SourceColumn(field["name"], type_text(field["type"]), field["type"], not field["required"])

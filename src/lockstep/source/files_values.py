@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from lockstep.arrow_types import IcebergType, arrow_type, decimal_of, fixed_of, type_text
 from lockstep.errors import Invalid
-from lockstep.source.files_fit import Unfit
+from lockstep.source.files_columns import refuse_where
 
 _UUID: Final = "^(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$"
 _HEX: Final = "^(?:[0-9a-fA-F]{2})*$"
@@ -40,16 +40,12 @@ def from_text(texts: pa.StringArray, want: pa.DataType) -> pa.Array:
 
 
 def _require(texts: pa.StringArray, pattern: str) -> None:
-    row = pc.index(pc.match_substring_regex(texts, pattern), False).as_py()
-    if row >= 0:
-        raise Unfit(row)
+    refuse_where(pc.invert(pc.match_substring_regex(texts, pattern)))
 
 
 def _unhexlified(digits: pa.StringArray, want: pa.DataType) -> pa.Array:
     if pa.types.is_fixed_size_binary(want):
-        row = pc.index(pc.equal(pc.binary_length(digits), 2 * want.byte_width), False).as_py()
-        if row >= 0:
-            raise Unfit(row)
+        refuse_where(pc.not_equal(pc.binary_length(digits), 2 * want.byte_width))
     return pa.array([None if text is None else unhexlify(text) for text in digits.to_pylist()], want)
 
 
