@@ -29,13 +29,15 @@ simulate: setup ## SEEDS=1000 simulated runs of store, worker and commit; SEED=n
 demo: setup ## the main job end to end, with a crash in the middle
 	@.venv/bin/lockstep demo
 
-bench: setup ## throughput beside the peers, and what the stores cost per task
+bench: setup ## throughput beside the peers, what the stores cost per task, and a commit of 100,000 files
 	@.venv/bin/python bench/run.py
 	@.venv/bin/python bench/store.py
+	@.venv/bin/python bench/commit.py
 
 bench-quick: setup ## the same on little data
 	@.venv/bin/python bench/run.py --quick
 	@.venv/bin/python bench/store.py --quick
+	@.venv/bin/python bench/commit.py --quick
 
 lock: ## write the pinned requirement files anew; OPTIONS=--upgrade raises the versions
 	@scripts/lock.sh $(OPTIONS)

@@ -575,6 +575,23 @@ def test_a_manifest_of_ten_thousand_files_comes_back_whole(store: JobStore) -> N
     assert next(store.manifest("job1", "write")) == files[0]
 
 
+def test_a_hundred_thousand_files_of_one_job_are_read_one_by_one_and_completed(store_factory: Stores) -> None:
+    store = store_factory()
+    store.create([new_job("job1", 20)])
+    for claim in store.claim("w1", 20, LEASE_S):
+        lease = store.begin(claim.lease, LEASE_S).lease
+        files = [staged(f"{lease.index}-{number}") for number in range(5_000)]
+        store.finish(lease, {"row": 50_000}, files, Progress(50_000, 500_000))
+    expected = (f"/warehouse/{index}-{number}.parquet" for index in range(20) for number in range(5_000))
+    manifest = store.manifest("job1", "write")
+    assert iter(manifest) is manifest
+    assert all(file.path == path for file, path in zip(manifest, expected, strict=True))
+    job = store.end(take_commit(store, "job1").lease, Event.COMMITTED, snapshot_id=42)
+    assert (job.state, job.files, job.rows_done) == (State.COMPLETED, 100_000, 1_000_000)
+    assert job.fingerprint == Fingerprint(1_000_000, {"a": 700_000, "b": 2**64 - 100_000})
+    store.close()
+
+
 # Stages
 
 
