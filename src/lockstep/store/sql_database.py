@@ -19,6 +19,7 @@ from sqlalchemy.engine import URL, Dialect, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.sql.dml import UpdateBase
+from sqlalchemy.sql.selectable import SelectBase
 
 from lockstep.errors import Incompatible, Invalid, LockstepError, Retryable
 from lockstep.runtime import Clock, backoff_s
@@ -78,7 +79,7 @@ class Database(ABC):
         self.url = url
         self._engine = engine
         self._wording = wording
-        self._words: dict[Select[Any] | UpdateBase, Words] = {}
+        self._words: dict[SelectBase | UpdateBase, Words] = {}
         self._shapes: dict[str, Callable[[Iterable[Any]], Row[Any]]] = {}
         try:
             self._open()
@@ -125,9 +126,7 @@ class Database(ABC):
             return decide(connection)
 
     @abstractmethod
-    def rows(
-        self, connection: Connection, query: Select[Any], about: Mapping[str, Any]
-    ) -> Sequence[Row[Any]]:
+    def rows(self, connection: Connection, query: SelectBase, about: Mapping[str, Any]) -> Sequence[Row[Any]]:
         """All rows of a query that is a constant of this program; no parameter of it is a list.
 
         It goes past SQLAlchemy, whose share of a small statement is larger than the database's. Truth comes
@@ -151,7 +150,7 @@ class Database(ABC):
         Raises: `refused`, then, if there was no such row; the transaction is undone.
         """
 
-    def _worded(self, statement: Select[Any] | UpdateBase) -> Words:
+    def _worded(self, statement: SelectBase | UpdateBase) -> Words:
         """A constant statement in the driver's words; made once."""
         if (known := self._words.get(statement)) is None:
             compiled = statement.compile(dialect=self._wording)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 from typing import cast as cast_type
 
 from sqlalchemy import (
@@ -30,6 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.sql.dml import UpdateBase
+from sqlalchemy.sql.selectable import SelectBase
 
 from lockstep.errors import Invalid, LockstepError, Retryable
 from lockstep.store.sql_database import TIME, Database, Undone, shape_of
@@ -45,7 +46,6 @@ IDLE_TIMEOUT_S: Final = 10
 _CONNECTIONS: Final = 8
 _CONNECTIONS_MORE: Final = 24
 _CHANGES: Final = "lockstep_changes"
-_VERSION: Final = "lockstep_version"
 _CHANGES_AT_ONCE: Final = 8
 _SCHEMA_LOCK: Final = 0x6C6F636B73746570  # "lockstep"
 
@@ -124,6 +124,23 @@ class _Overtaken(Exception):
     """The job was changed since it was read, or more has to be done than one statement can do."""
 
 
+class _Alone:
+    """Stands where a connection stands while a verb tries to do without a transaction."""
+
+    def __init__(self, driver: psycopg.Connection[Any]) -> None:
+        self.driver = driver
+        self.info: dict[str, Any] = {}
+        self.version = ""
+        self.changes: list[_Change] = []
+
+    def execute(self, *_about: object) -> NoReturn:
+        raise _Overtaken
+
+
+def _if_alone(connection: object) -> _Alone | None:
+    return connection if isinstance(connection, _Alone) else None
+
+
 class PostgresqlDatabase(Database):
     def __init__(self, url: URL) -> None:
         if not url.database:
@@ -135,13 +152,10 @@ class PostgresqlDatabase(Database):
         self._read_engine = engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
-        self._alone_engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._texts: dict[tuple[bool, tuple[UpdateBase, ...]], str] = {}
 
         @event.listens_for(engine, "before_cursor_execute")
         def send_first(connection: Connection, *_rest: object) -> None:
-            if _VERSION in connection.info:
-                raise _Overtaken
             # Whatever is read sees the changes before it.
             self._send(connection)
 
@@ -188,47 +202,55 @@ class PostgresqlDatabase(Database):
         If it has, or if more is to be done, again in a transaction, which waits in line for the job.
         """
         try:
-            with self._told(), self._alone_engine.connect() as connection:
-                return self._decided_alone(connection, decide)
+            with self._told(), self._alone() as alone:
+                answer = decide(cast_type("Connection", alone))
+                if alone.changes:
+                    self._send_alone(alone)
+                return answer
         except _Overtaken:
             return super().decided(decide)
 
-    def _decided_alone(self, connection: Connection, decide: Callable[[Connection], _T]) -> _T:
-        info = connection.info
-        info.pop(TIME, None)
-        info[_CHANGES], info[_VERSION] = [], None
-        try:
-            answer = decide(connection)
-            if info[_CHANGES]:
-                self._send_alone(connection, info[_CHANGES], info[_VERSION])
-            return answer
-        finally:
-            info[_CHANGES] = []
-            del info[_VERSION]
+    @contextmanager
+    def _alone(self) -> Iterator[_Alone]:
+        import psycopg
 
-    def _send_alone(self, connection: Connection, changes: list[_Change], version: str) -> None:
+        try:
+            borrowed = self._engine.raw_connection()
+        except psycopg.Error as error:
+            raise DBAPIError("", None, error) from error
+        driver = cast_type("psycopg.Connection[Any]", borrowed.driver_connection)
+        try:
+            driver.autocommit = True
+            yield _Alone(driver)
+        except psycopg.Error as error:
+            raise DBAPIError("", None, error, connection_invalidated=driver.closed) from error
+        finally:
+            if driver.closed:
+                borrowed.invalidate()
+            else:
+                driver.autocommit = False
+            borrowed.close()
+
+    def _send_alone(self, alone: _Alone) -> None:
         """Raises: _Overtaken if nothing was changed; Retryable if nobody knows."""
         import psycopg
 
         # The job first: whoever waits for it holds no task meanwhile, so nobody waits in a circle.
-        changes = sorted(changes, key=lambda change: not change.moves_the_job)
+        changes = sorted(alone.changes, key=lambda change: not change.moves_the_job)
         if not changes[0].moves_the_job or len(_grouped(changes)) > 1:
             raise _Overtaken
-        row = {**_numbered(changes), "version": version}
+        row = {**_numbered(changes), "version": alone.version}
         try:
-            with self._driven(connection):
-                _driver(connection).execute(self._together(changes, alone=True), row)
-        except DBAPIError as error:
-            if isinstance(error.orig, psycopg.errors.DivisionByZero):
-                raise _Overtaken from error
-            if error.connection_invalidated:
-                raise self._unknown(error) from error
+            alone.driver.execute(self._together(changes, alone=True), row)
+        except psycopg.errors.DivisionByZero as error:
+            raise _Overtaken from error
+        except psycopg.Error as error:
+            if alone.driver.closed:
+                raise self._unknown(DBAPIError("", None, error)) from error
             raise
 
-    def rows(
-        self, connection: Connection, query: Select[Any], about: Mapping[str, Any]
-    ) -> Sequence[Row[Any]]:
-        if _VERSION in connection.info:
+    def rows(self, connection: Connection, query: SelectBase, about: Mapping[str, Any]) -> Sequence[Row[Any]]:
+        if _if_alone(connection):
             raise _Overtaken
         self._send(connection)
         text, own = self._worded(query)
@@ -255,22 +277,23 @@ class PostgresqlDatabase(Database):
     def lock(
         self, connection: Connection, locking: Select[Any], reading: Select[Any], about: Mapping[str, Any]
     ) -> tuple[Row[Any] | None, Row[Any] | None]:
-        if _VERSION not in connection.info:
+        if (alone := _if_alone(connection)) is None:
             return super().lock(connection, locking, reading, about)
         text, own = self._worded(_JOB_AND_TASK)
-        with self._driven(connection):
-            found = _driver(connection).execute(text, {**own, **about}).fetchone()
+        found = alone.driver.execute(text, {**own, **about}).fetchone()
         if found is None:
             return None, None
         width = len(jobs.c) + 1
-        connection.info[_VERSION] = found[width]
+        alone.version = found[width]
         task = _TASK_SHAPE(found[width + 1 :])
         return _JOB_SHAPE(found[:width]), None if task.job_id is None else task
 
     def change(
         self, connection: Connection, statement: UpdateBase, row: Mapping[str, Any], refused: LockstepError
     ) -> None:
-        connection.info[_CHANGES].append(_Change(statement, row, refused))
+        alone = _if_alone(connection)
+        changes = connection.info[_CHANGES] if alone is None else alone.changes
+        changes.append(_Change(statement, row, refused))
 
     def _send(self, connection: Connection) -> None:
         """Send all changes that were gathered. Raises: what the first of them that met no row says."""

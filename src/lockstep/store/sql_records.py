@@ -12,7 +12,21 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Select, Update, bindparam, func, insert, select, text, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    Select,
+    Update,
+    bindparam,
+    func,
+    insert,
+    literal_column,
+    null,
+    select,
+    text,
+    union_all,
+    update,
+)
 
 from lockstep.errors import (
     Corrupt,
@@ -67,10 +81,12 @@ _WORKERS: Final = (
 )
 _RETRYING: Final = select(tasks.c.job_id, func.count()).where(IS_RETRYING, _in_ids).group_by(tasks.c.job_id)
 _of_it: Final = tasks.c.job_id == bindparam("job_id")
-_WORKERS_OF_IT: Final = (
-    select(tasks.c.owner).where(IS_LEASED, _of_it, tasks.c.free_at > bindparam("now")).distinct()
+_ACTIVITY_OF_IT: Final = union_all(
+    select(null().label("owner"), func.count().label("retrying")).where(IS_RETRYING, _of_it),
+    select(tasks.c.owner, literal_column("0"))
+    .where(IS_LEASED, _of_it, tasks.c.free_at > bindparam("now"))
+    .distinct(),
 )
-_RETRYING_OF_IT: Final = select(func.count().label("tasks")).where(IS_RETRYING, _of_it)
 _LEASED_OF_JOB: Final = select(tasks).where(IS_LEASED, tasks.c.job_id == bindparam("job_id"))
 
 
@@ -169,9 +185,9 @@ class Records:
         workers: dict[str, set[str]] = {}
         retrying: dict[str, int] = {}
         if len(ids) == 1:
-            about = {"job_id": ids[0], "now": now}
-            workers[ids[0]] = {owner for (owner,) in self._db.rows(conn, _WORKERS_OF_IT, about)}
-            retrying[ids[0]] = self._db.rows(conn, _RETRYING_OF_IT, {"job_id": ids[0]})[0].tasks
+            found = self._db.rows(conn, _ACTIVITY_OF_IT, {"job_id": ids[0], "now": now})
+            workers[ids[0]] = {row.owner for row in found if row.owner is not None}
+            retrying[ids[0]] = sum(row.retrying for row in found)
             return workers, retrying
         for some in _batches(ids):
             for job_id, owner in conn.execute(_WORKERS, {"ids": some, "now": now}):

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 from typing import cast as cast_type
 
-from sqlalchemy import Connection, Engine, Row, Select, create_engine, event
+from sqlalchemy import Connection, Engine, Row, create_engine, event
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.sql.dml import UpdateBase
+from sqlalchemy.sql.selectable import SelectBase
 
 from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
 from lockstep.runtime import Clock
@@ -67,9 +68,7 @@ class SqliteDatabase(Database):
     def note_time(self, connection: Connection, now: float) -> None:
         """Nothing to do: the clock is asked whenever it is needed."""
 
-    def rows(
-        self, connection: Connection, query: Select[Any], about: Mapping[str, Any]
-    ) -> Sequence[Row[Any]]:
+    def rows(self, connection: Connection, query: SelectBase, about: Mapping[str, Any]) -> Sequence[Row[Any]]:
         text, own = self._worded(query)
         with _driven():
             cursor = _driver(connection).execute(text, {**own, **about})
