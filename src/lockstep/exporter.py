@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.commit import settle
 from lockstep.config import Config, expand, protect
-from lockstep.errors import Conflict, Invalid, LockstepError
+from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
 from lockstep.existing import Decision, Selection, Skipped, decide
 from lockstep.job import (
     ColumnMap,
@@ -27,7 +27,7 @@ from lockstep.job import (
     State,
     TaskSpec,
 )
-from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint, new_id
+from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, new_id
 from lockstep.source import PIN_PREFIX, PartitionInfo, Pin, Source, SourceTable, open_source
 from lockstep.store import JobStore
 from lockstep.target import Target, TargetTable, open_target
@@ -45,6 +45,7 @@ UNBORN: Final = ""
 """The UUID of a table that `--create` is about to make."""
 UNPIN_TIMEOUT_S: Final = 10.0
 FENCE_PATIENCE_S: Final = 120.0
+RECORD_PATIENCE_S: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class _Planner:
                 columns = self._columns(head)
             # Earlier jobs are ended last: a request that is refused has not touched them.
             drafts = [replace(draft, decision=self._fenced(draft.decision)) for draft in drafts]
-            jobs = self._create(drafts, head, columns)
+            jobs = self._create(drafts, head, columns, undo)
             undo.pop_all()
             return Planned(jobs, skipped, created_table=created)
 
@@ -374,6 +375,7 @@ class _Planner:
         drafts: Sequence[Draft],
         head: TargetTable,
         columns: Sequence[ColumnMap],
+        undo: ExitStack,
     ) -> list[Job]:
         if not drafts:
             return []
@@ -401,7 +403,29 @@ class _Planner:
         if problems := self.target.drift(head, new_jobs[0].plan):
             raise Invalid(f"cannot write to {self.request.target}: " + "; ".join(problems))
         failpoint("plan.before_create")
-        return self.store.create(new_jobs)
+        return self._record(new_jobs, undo)
+
+    def _record(self, new_jobs: Sequence[NewJob], undo: ExitStack) -> list[Job]:
+        """Send the jobs to the store, and again while it is away: a lost reply looks the same.
+
+        Raises: Retryable if it stays away. The jobs may be there then, so what they need is not undone.
+        """
+        deadline = self.clock.now() + RECORD_PATIENCE_S
+        attempt = 0
+        while True:
+            try:
+                return self.store.create(new_jobs)
+            except Retryable as error:
+                attempt += 1
+                if self.clock.now() > deadline:
+                    undo.pop_all()
+                    raise Retryable(
+                        f"the store does not answer, and may or may not have taken the request: "
+                        f"{error.message}",
+                        hint="`lockstep jobs` tells; if nothing is there, ask again, and `lockstep sweep` "
+                        "gives up what was frozen for it",
+                    ) from error
+                self.clock.sleep(backoff_s(attempt, first_s=0.2, most_s=5.0))
 
     def _plan_of(self, draft: Draft, head: TargetTable, columns: Sequence[ColumnMap]) -> Plan:
         return Plan(

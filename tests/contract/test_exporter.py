@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import load_catalog
 
-from lockstep.errors import Conflict, Invalid
+from lockstep.errors import Conflict, Invalid, Retryable
 from lockstep.exporter import ExportRequest, Planned, plan_export
 from lockstep.job import State, TaskSpec
 from lockstep.source import Pin
@@ -108,6 +108,45 @@ def test_a_table_that_was_created_for_a_request_that_failed_is_taken_back(
     with pytest.raises(Invalid, match="full"):
         shop.ask(everything=True)
     assert not shop.has_table()
+
+
+def test_a_lost_reply_to_the_creation_of_a_job_leaves_the_job_and_what_it_needs(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulation: the job was there, and its frozen copy was given up."""
+    create, unpinned = shop.store.create, []
+    replies = iter([False, True])
+
+    def lose_the_first_reply(jobs: Any) -> Any:
+        created = create(jobs)
+        if not next(replies):
+            raise Retryable("the connection was lost")
+        return created
+
+    monkeypatch.setattr(shop.store, "create", lose_the_first_reply)
+    monkeypatch.setattr(ParquetSource, "unpin", lambda *arguments: unpinned.append(arguments))
+    (job,) = shop.ask(everything=True).jobs
+    assert unpinned == []
+    assert [one.job_id for one in shop.store.list()] == [job.job_id]
+    assert shop.run(job).state is State.COMPLETED
+
+
+def test_a_store_that_stays_away_may_have_the_job_so_nothing_that_it_needs_is_undone(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, unpinned = shop.store.create, []
+
+    def never_reply(jobs: Any) -> Any:
+        create(jobs)
+        raise Retryable("the connection was lost")
+
+    monkeypatch.setattr(shop.store, "create", never_reply)
+    monkeypatch.setattr(ParquetSource, "unpin", lambda *arguments: unpinned.append(arguments))
+    with pytest.raises(Retryable, match="may or may not"):
+        shop.ask(everything=True)
+    assert unpinned == []
+    (job,) = shop.store.list()
+    assert shop.run(job).state is State.COMPLETED
 
 
 def test_a_dry_run_creates_nothing(shop: Shop) -> None:
