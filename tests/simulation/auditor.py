@@ -44,31 +44,28 @@ ENDED: Final = {"completed", "failed", "killed"}
 
 
 @dataclass(frozen=True)
-class PlannedJob:
-    """What a user asked for: the ranges of rows, one for each task."""
-
-    table: str
-    scope: str
-    ranges: Sequence[tuple[int, int]]
-
-    @property
-    def rows(self) -> list[int]:
-        return [row for first, last in self.ranges for row in range(first, last)]
+class TableEvidence:
+    name: str
+    dropped: bool
+    states: Sequence[tuple[float, str, TableMetadata]]
+    """Every state that it had: when, by whom, and the metadata."""
+    file_io: FileIO
 
 
 @dataclass(frozen=True)
 class Evidence:
     database: str
-    tables: Mapping[str, Sequence[tuple[float, str, TableMetadata]]]
-    """Every state that each table had: when, by whom, and the metadata."""
-    file_io: Mapping[str, FileIO]
+    tables: Mapping[str, TableEvidence]
+    """By UUID."""
     files: Mapping[str, bytes]
     overwritten: Sequence[str]
-    planned: Mapping[str, PlannedJob]
-    rival_paths: Sequence[str]
+    parts: Mapping[str, tuple[int, int]]
+    """The rows of each part of the source, from the first up to the last."""
+    rival_rows: Mapping[str, str]
+    """What others have written, and into which table."""
     undisturbed: bool
     ended_in_time: bool
-    broken: Sequence[str]
+    complaints: Sequence[str]
 
     def read(self, query: str, *values: Any) -> list[sqlite3.Row]:
         connection = sqlite3.connect(self.database)
@@ -78,24 +75,47 @@ class Evidence:
         finally:
             connection.close()
 
-    def jobs(self) -> list[sqlite3.Row]:
-        return self.read("SELECT * FROM lockstep_jobs ORDER BY job_id")
+    def jobs(self) -> list[JobEvidence]:
+        query = "SELECT * FROM lockstep_jobs JOIN lockstep_plans USING (job_id) ORDER BY job_id"
+        return [JobEvidence(self, row) for row in self.read(query)]
 
     def states(self) -> dict[str, str]:
-        return {job["job_id"]: job["state"] for job in self.jobs()}
+        return {row["job_id"]: row["state"] for row in self.read("SELECT job_id, state FROM lockstep_jobs")}
+
+
+class JobEvidence:
+    def __init__(self, evidence: Evidence, row: sqlite3.Row) -> None:
+        self.job_id: str = row["job_id"]
+        self.state: str = row["state"]
+        self.generation: int = row["generation"]
+        self.finished_at: float | None = row["finished_at"]
+        self.snapshot_id: int | None = row["snapshot_id"]
+        plan = json.loads(row["plan"])
+        self.appends: bool = plan["on_existing"] == "append"
+        self.replaces: Sequence[str] = plan["replaces"]
+        self.table_uuid: str = plan["target_uuid"]
+        self.ranges = [evidence.parts[piece["name"]] for piece in json.loads(row["holding"])["pieces"]]
+        self.rows = [number for first, last in self.ranges for number in range(first, last)]
+
+    @property
+    def commits(self) -> list[str]:
+        return [commit_id(self.job_id, number) for number in range(1, self.generation + 1)]
 
 
 def audit(evidence: Evidence) -> list[str]:
     """Every broken promise, one sentence each."""
-    found = [f"a thread ended with {broken}" for broken in evidence.broken]
+    found = list(evidence.complaints)
     found += [f"{path} was written twice" for path in evidence.overwritten]
+    jobs = evidence.jobs()
     if not evidence.ended_in_time:
-        live = {job: state for job, state in evidence.states().items() if state not in ENDED}
+        live = {job.job_id: job.state for job in jobs if job.state not in ENDED}
         found.append(f"not every job ended within its budget: {live}")
-    heads = {name: _head(evidence, name) for name in evidence.tables}
-    for check in (_one_line, _nothing_lost, _rows_agree, _commits_agree):
-        found += check(evidence, heads)
-    for job in evidence.jobs():
+    heads = {name: _head(evidence, table) for name, table in evidence.tables.items()}
+    found += _one_line(evidence)
+    found += _nothing_lost(evidence, heads)
+    found += _rows_agree(evidence, jobs, heads)
+    for job in jobs:
+        found += _commits_agree(evidence, job)
         found += _history(evidence, job)
         found += _lock_step(evidence, job)
     return found
@@ -103,27 +123,26 @@ def audit(evidence: Evidence) -> list[str]:
 
 @dataclass(frozen=True)
 class Head:
-    """The files of a table's newest snapshot, and the rows in them."""
+    """The files of a table's newest snapshot, and the rows in each."""
 
-    paths: Sequence[str]
+    rows: Mapping[str, Sequence[Any]]
     missing: Sequence[str]
-    rows: Counter[str | int]
+    twice: Sequence[str]
 
 
-def _head(evidence: Evidence, name: str) -> Head:
-    states = evidence.tables[name]
-    snapshot = states[-1][2].current_snapshot() if states else None
+def _head(evidence: Evidence, table: TableEvidence) -> Head:
+    snapshot = table.states[-1][2].current_snapshot() if table.states else None
     if snapshot is None:
-        return Head((), (), Counter())
+        return Head({}, (), ())
     try:
-        paths = list(_paths(snapshot, evidence.file_io[name]))
+        paths = list(_paths(snapshot, table.file_io))
     except FileNotFoundError as error:
-        return Head((), (str(error),), Counter())
-    rows: Counter[str | int] = Counter()
-    missing = [path for path in paths if path not in evidence.files]
-    for path in paths:
-        rows.update(json.loads(evidence.files.get(path, b"[]")))
-    return Head(paths, missing, rows)
+        return Head({}, (str(error),), ())
+    return Head(
+        {path: json.loads(evidence.files.get(path, b"[]")) for path in paths},
+        [path for path in paths if path not in evidence.files],
+        [path for path, times in Counter(paths).items() if times > 1],
+    )
 
 
 def _paths(snapshot: Snapshot, file_io: FileIO) -> Iterator[str]:
@@ -135,55 +154,62 @@ def _paths(snapshot: Snapshot, file_io: FileIO) -> Iterator[str]:
 # The tables
 
 
-def _one_line(evidence: Evidence, heads: Mapping[str, Head]) -> Iterator[str]:
+def _one_line(evidence: Evidence) -> Iterator[str]:
     """Each new head is the child of the one before."""
-    for name, states in evidence.tables.items():
+    for table in evidence.tables.values():
         before: int | None = None
-        for at, by, metadata in states:
+        for at, by, metadata in table.states:
             head = metadata.current_snapshot()
             if head is not None and head.snapshot_id != before:
                 if head.parent_snapshot_id != before:
-                    yield f"{name}: {by} put a snapshot beside the head {before} at {at:.1f}"
+                    yield f"{table.name}: {by} put a snapshot beside the head {before} at {at:.1f}"
                 before = head.snapshot_id
             elif head is None and before is not None:
-                yield f"{name}: {by} took the branch away at {at:.1f}"
+                yield f"{table.name}: {by} took the branch away at {at:.1f}"
 
 
 def _nothing_lost(evidence: Evidence, heads: Mapping[str, Head]) -> Iterator[str]:
-    for name, head in heads.items():
-        for path in head.missing:
-            yield f"{name} refers to {path}, which was deleted"
-        if len(set(head.paths)) < len(head.paths):
-            yield f"{name} lists a file twice"
-    rows = sum((head.rows for head in heads.values()), Counter())
-    for path in evidence.rival_paths:
-        [row] = json.loads(evidence.files[path])
-        if rows[row] != 1:
-            yield f"the row of another writer, {row}, is there {rows[row]} times"
+    for uuid_, head in heads.items():
+        name = evidence.tables[uuid_].name
+        yield from (f"{name} refers to {path}, which was deleted" for path in head.missing)
+        yield from (f"{name} lists {path} twice" for path in head.twice)
+    for row, uuid_ in evidence.rival_rows.items():
+        times = sum(list(rows).count(row) for rows in heads[uuid_].rows.values())
+        if times != 1:
+            yield f"the row of another writer, {row}, is there {times} times"
 
 
-def _rows_agree(evidence: Evidence, heads: Mapping[str, Head]) -> Iterator[str]:
-    """The rows of a completed job are there once, those of any other one never."""
-    states = evidence.states()
-    known: Counter[str | int] = Counter()
-    for job_id, planned in evidence.planned.items():
-        state = states.get(job_id, "gone")
-        wanted = 1 if state == "completed" else 0
-        rows = heads[planned.table].rows
-        wrong = {row: rows[row] for row in planned.rows if rows[row] != wanted}
-        known.update(planned.rows)
-        if wrong:
-            yield f"{job_id} is {state}, and its rows are there so many times: {wrong}"
-        if evidence.undisturbed and state == "failed":
-            yield f"{job_id} failed although nothing was disturbed"
-    for name, head in heads.items():
-        strange = {row for row in head.rows if isinstance(row, int) and not known[row]}
-        if strange:
-            yield f"{name} holds rows that nobody asked for: {sorted(strange)}"
-    done = Counter(evidence.planned[job].scope for job in evidence.planned if states.get(job) == "completed")
-    for scope, times in done.items():
-        if times > 1:
-            yield f"{scope} was exported {times} times"
+def _rows_agree(evidence: Evidence, jobs: Sequence[JobEvidence], heads: Mapping[str, Head]) -> Iterator[str]:
+    """The rows of a completed job are there once, unless it was replaced; those of any other one never."""
+    replaced = {commit for job in jobs if job.state == "completed" for commit in job.replaces}
+    held: dict[tuple[str, int], list[str]] = {}
+    owned: set[str] = set()
+    for job in jobs:
+        there = {path: rows for path, rows in heads[job.table_uuid].rows.items() if _is_of(path, job)}
+        owned |= set(there)
+        if evidence.tables[job.table_uuid].dropped:
+            continue
+        gone = not replaced.isdisjoint(job.commits)
+        wanted = Counter(job.rows if job.state == "completed" and not gone else [])
+        found = Counter(row for rows in there.values() for row in rows)
+        if found != wanted:
+            what = f"{job.state}, and was replaced" if gone else job.state
+            wrong = {row: found[row] for row in sorted({*found, *wanted}) if found[row] != wanted[row]}
+            yield f"{job.job_id} is {what}, and its rows are there so many times: {wrong}"
+        if evidence.undisturbed and job.state == "failed":
+            yield f"{job.job_id} failed although nothing was disturbed"
+        for row in wanted if not job.appends else ():
+            held.setdefault((job.table_uuid, row), []).append(job.job_id)
+    for (_, row), holders in held.items():
+        if len(holders) > 1:
+            yield f"row {row} was exported by {holders}, and none of them was told to append"
+    for uuid_, head in heads.items():
+        strange = [path for path in head.rows if path not in owned and "/rival-" not in path]
+        yield from (f"{evidence.tables[uuid_].name} holds {path}, which is of no job" for path in strange)
+
+
+def _is_of(path: str, job: JobEvidence) -> bool:
+    return f"/data/{job.job_id}-" in path
 
 
 def commit_id(job_id: str, generation: int) -> str:
@@ -194,42 +220,35 @@ def snapshot_of(commit: str) -> int:
     return int.from_bytes(hashlib.sha256(commit.encode()).digest()[:8], "big") >> 1
 
 
-def _commits_agree(evidence: Evidence, heads: Mapping[str, Head]) -> Iterator[str]:
+def _commits_agree(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
     """What was published and when, against what the history says of each generation."""
-    for job in evidence.jobs():
-        job_id = job["job_id"]
-        planned = evidence.planned.get(job_id)
-        if planned is None:
-            continue
-        landed = {
-            generation: _landed(evidence.tables[planned.table], snapshot_of(commit_id(job_id, generation)))
-            for generation in range(1, job["generation"] + 1)
-        }
-        for entry in _entries(evidence, job_id):
-            at = landed[entry["generation"]]
-            if entry["event"] in ("fail", "kill") and entry["state"] in ENDED and at is not None:
-                yield (
-                    f"{job_id} is {entry['state']} since {entry['at']:.1f} in generation "
-                    f"{entry['generation']}, which was published at {at:.1f}"
-                )
-        if job["state"] == "completed":
-            yield from _completed(evidence, job, landed)
-
-
-def _completed(evidence: Evidence, job: sqlite3.Row, landed: Mapping[int, float | None]) -> Iterator[str]:
-    times = [at for at in landed.values() if at is not None]
+    table = evidence.tables[job.table_uuid]
+    if table.dropped:
+        return
+    landed = [_landed(table, snapshot_of(commit)) for commit in job.commits]
+    for entry in _entries(evidence, job.job_id):
+        at = landed[entry["generation"] - 1]
+        if entry["event"] in ("fail", "kill") and at is not None:
+            yield (
+                f"{job.job_id} is {entry['state']} since {entry['at']:.1f} in generation "
+                f"{entry['generation']}, which was published at {at:.1f}"
+            )
+    if job.state != "completed":
+        return
+    times = {number: at for number, at in enumerate(landed, 1) if at is not None}
     if len(times) != 1:
-        yield f"{job['job_id']} is completed and was published {len(times)} times"
-    elif times[0] > job["finished_at"]:
-        yield f"{job['job_id']} was completed before it was published"
-    generation = next((number for number, at in landed.items() if at is not None), 0)
-    if job["snapshot_id"] != snapshot_of(commit_id(job["job_id"], generation)):
-        yield f"{job['job_id']} names the snapshot {job['snapshot_id']}, which is not its own"
+        yield f"{job.job_id} is completed and was published {len(times)} times"
+        return
+    [(generation, at)] = times.items()
+    if job.finished_at is None or at > job.finished_at:
+        yield f"{job.job_id} was completed before it was published"
+    if job.snapshot_id != snapshot_of(commit_id(job.job_id, generation)):
+        yield f"{job.job_id} names the snapshot {job.snapshot_id}, which is not its own"
 
 
-def _landed(states: Sequence[tuple[float, str, TableMetadata]], snapshot_id: int) -> float | None:
-    """When a snapshot with this id became the head with files of ours; a fence does not count."""
-    for at, _, metadata in states:
+def _landed(table: TableEvidence, snapshot_id: int) -> float | None:
+    """When the snapshot with this id was put on the branch; a fence does not count."""
+    for at, _, metadata in table.states:
         snapshot = metadata.snapshot_by_id(snapshot_id)
         if snapshot is not None:
             labels = snapshot.summary.additional_properties if snapshot.summary else {}
@@ -244,45 +263,46 @@ def _entries(evidence: Evidence, job_id: str) -> list[sqlite3.Row]:
     return evidence.read("SELECT * FROM lockstep_history WHERE job_id = ? ORDER BY id", job_id)
 
 
-def _history(evidence: Evidence, job: sqlite3.Row) -> Iterator[str]:
+def _history(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
     """The history leads to the state of today by allowed moves only."""
     state, generation = "pending", 1
-    for entry in _entries(evidence, job["job_id"]):
+    for entry in _entries(evidence, job.job_id):
         event = entry["event"]
         if event in EVENTS:
             following = ALLOWED.get((state, event))
             if following is None:
-                yield f"{job['job_id']} was {state}, and {event} happened"
+                yield f"{job.job_id} was {state}, and {event} happened"
                 return
             state = following
             generation += event == "retry"
         if (entry["state"], entry["generation"]) != (state, generation):
-            yield f"{job['job_id']}: the history notes {entry['state']} after {event}, not {state}"
+            yield f"{job.job_id}: the history notes {entry['state']} after {event}, not {state}"
             return
-    if (job["state"], job["generation"]) != (state, generation):
-        yield f"{job['job_id']} is {job['state']}, and its history ends with {state}"
+    if (job.state, job.generation) != (state, generation):
+        yield f"{job.job_id} is {job.state}, and its history ends with {state}"
 
 
-def _lock_step(evidence: Evidence, job: sqlite3.Row) -> Iterator[str]:
+def _lock_step(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
     """The files of each task hold its rows from the first up to its position, each once, in order."""
-    planned = evidence.planned.get(job["job_id"])
-    if planned is None:
-        return
-    tasks = evidence.read("SELECT * FROM lockstep_tasks WHERE job_id = ? ORDER BY idx", job["job_id"])
+    tasks = evidence.read("SELECT * FROM lockstep_tasks WHERE job_id = ? ORDER BY idx", job.job_id)
+    ranges = []
     for task in tasks:
-        first, last = planned.ranges[task["idx"]]
+        descriptor = json.loads(task["descriptor"])
+        first, last = descriptor["first"], descriptor["last"]
+        ranges.append((first, last))
         position = json.loads(task["position"])["row"] if task["position"] not in (None, "{}") else first
-        name = f"task {task['idx']} of {job['job_id']}"
-        listed = list(_listed(evidence, task))
-        missing = [file["path"] for file in listed if file["path"] not in evidence.files]
-        if missing:
+        name = f"task {task['idx']} of {job.job_id}"
+        listed = [file["path"] for file in _listed(evidence, task)]
+        if missing := [path for path in listed if path not in evidence.files]:
             yield f"{name} lists {missing[0]}, which was deleted"
             continue
-        rows = [row for file in listed for row in json.loads(evidence.files[file["path"]])]
+        rows = [row for path in listed for row in json.loads(evidence.files[path])]
         if rows != list(range(first, position)):
             yield f"{name} is at row {position}, and its files hold {rows}"
         if task["state"] == "done" and position != last:
             yield f"{name} is done at row {position} of {last}"
+    if sorted(ranges) != sorted(job.ranges):
+        yield f"the tasks of {job.job_id} cover {ranges}, not {job.ranges}"
 
 
 def _listed(evidence: Evidence, task: sqlite3.Row) -> Iterator[Any]:

@@ -49,6 +49,10 @@ class Faults:
     freezes: int = 0
     kills: int = 0
     """Processes killed from outside, at any instant, whatever they do."""
+    stops: int = 0
+    """Workers that are asked to end."""
+    engine_deaths: int = 0
+    replaced_tables: int = 0
     rivals: int = 0
     expiries: int = 0
     schema_changes: int = 0
@@ -82,7 +86,18 @@ RATES = {
     "speculation": 0.3,
     "table_hidden": 0.05,
 }
-COUNTS = {"freezes": 3, "kills": 3, "rivals": 4, "expiries": 3, "schema_changes": 1}
+COUNTS = {
+    "freezes": 3,
+    "kills": 3,
+    "stops": 2,
+    "engine_deaths": 2,
+    "replaced_tables": 1,
+    "rivals": 4,
+    "expiries": 3,
+    "schema_changes": 1,
+}
+RARE = {"replaced_tables": 0.2, "schema_changes": 0.5, "kill_before_commit": 0.4, "source_corrupt": 0.5}
+"""How much less often than the others: they end so many jobs that little else would be seen."""
 
 
 def draw_faults(source: random.Random) -> Faults:

@@ -161,7 +161,8 @@ class LakeTable:
         self.name = name
         self.io = SimFileIO(world.storage, world.reach_storage)
         self.quiet = SimFileIO(world.storage, lambda _: None)
-        location = f"sim://{name}"
+        made = sum(table.name == name for table in world.retired)
+        location = f"sim://{name}" + (f"-{made}" if made else "")
         self.metadata = new_table_metadata(
             Schema(NestedField(1, "id", LongType(), required=False)),
             PartitionSpec(),
@@ -228,7 +229,7 @@ class SimCatalog:
         if world.chance("catalog_refused") or world.in_window("catalog_away"):
             world.scheduler.note("catalog: the request was not taken")
             raise ServiceUnavailableError("503: the request was not taken")
-        request = _Request(world, world.tables[".".join(table.name())], requirements, updates)
+        request = _Request(world, ".".join(table.name()), requirements, updates)
         late = world.chance("catalog_late")
         request.travel(world.random.uniform(0.0, world.faults.late_s) if late else world.latency())
         request.answered.wait(TIMEOUT_S)
@@ -255,7 +256,7 @@ class _Request:
     def __init__(
         self,
         world: World,
-        table: LakeTable,
+        table: str,
         requirements: tuple[TableRequirement, ...],
         updates: tuple[TableUpdate, ...],
     ) -> None:
@@ -274,7 +275,7 @@ class _Request:
     def _arrive(self) -> None:
         self._world.in_flight -= 1
         try:
-            self._table.apply(self._sender, self._requirements, self._updates)
+            self._world.tables[self._table].apply(self._sender, self._requirements, self._updates)
         except (CommitFailedException, ValueError) as error:
             self.refusal = error
             self._world.scheduler.note(f"catalog refuses {self._sender}: {error}")
@@ -284,11 +285,11 @@ class _Request:
 # Others who use the table
 
 
-def append_as_a_rival(table: LakeTable, number: int) -> str:
-    """Another engine adds a file to the head, as it is now. Answers the path."""
+def append_as_a_rival(table: LakeTable, row: str) -> None:
+    """Another engine adds a file with this row to the head, as it is now."""
     metadata, world = table.metadata, table.world
-    path = f"sim://{table.name}/data/rival-{number}.parquet"
-    body = json.dumps([f"rival-{number}"]).encode()
+    path = f"{metadata.location}/data/{row}.parquet"
+    body = json.dumps([row]).encode()
     world.storage.put(path, body)
     file = DataFile.from_args(
         content=DataFileContent.DATA,
@@ -304,14 +305,14 @@ def append_as_a_rival(table: LakeTable, number: int) -> str:
         2,
         metadata.spec(),
         metadata.schema(),
-        quiet.new_output(f"sim://{table.name}/metadata/rival-{number}-m0.avro"),
+        quiet.new_output(f"{metadata.location}/metadata/{row}-m0.avro"),
         snapshot_id,
         "null",
     ) as writer:
         writer.add_entry(ManifestEntry(ManifestEntryStatus.ADDED, snapshot_id, None, None, file))
     head = metadata.snapshot_by_name(MAIN_BRANCH)
     sequence_number = metadata.next_sequence_number()
-    listed = f"sim://{table.name}/metadata/snap-rival-{number}.avro"
+    listed = f"{metadata.location}/metadata/snap-{row}.avro"
     with write_manifest_list(
         2,
         quiet.new_output(listed),
@@ -335,11 +336,10 @@ def append_as_a_rival(table: LakeTable, number: int) -> str:
     )
     moved = {"ref-name": MAIN_BRANCH, "type": SnapshotRefType.BRANCH, "snapshot-id": snapshot_id}
     table.apply(
-        f"rival {number}",
+        row,
         (AssertRefSnapshotId.model_validate({"ref": MAIN_BRANCH, "snapshot-id": parent}),),
         (AddSnapshotUpdate(snapshot=snapshot), SetSnapshotRefUpdate.model_validate(moved)),
     )
-    return path
 
 
 def expire_snapshots(table: LakeTable) -> None:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from lockstep.commit import settle
 from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
-from lockstep.job import ENDED, Event, Holding, Job, Kind, NewJob, Plan, State, TaskSpec
+from lockstep.exporter import ExportRequest, plan_export
+from lockstep.job import ENDED, Event, Job, State
 from lockstep.store import JobStore
 from lockstep.worker import Worker
-from tests.simulation.auditor import Evidence, PlannedJob, audit
+from tests.simulation.auditor import Evidence, TableEvidence, audit
+from tests.simulation.executors import SimEngine
 from tests.simulation.faults import Faults
 from tests.simulation.lake import LakeTable, add_column, append_as_a_rival, expire_snapshots
-from tests.simulation.scheduler import Process
-from tests.simulation.world import LIMITS, SimEngine, World, database, in_place
+from tests.simulation.scheduler import Process, SimEvent
+from tests.simulation.world import World, database, in_place
 
 BUDGET_S: Final = 900.0
 """Virtual time in which every job ends once nothing disturbs it any more."""
 KILL_ANSWER_S: Final = 5.0
+MODES: Final = ("error", "error", "error", "skip", "append", "replace", "replace")
+ACTIONS: Final = ("kill", "pause", "pause", "resume", "retry", "retry")
 
 
 @dataclass
@@ -60,41 +63,60 @@ class Scenario:
         self.world = world
         self.scheduler = world.scheduler
         self.user = self.scheduler.process("user", "desk", mortal=False)
-        self.planned: dict[str, PlannedJob] = {}
-        self.rival_paths: list[str] = []
-        self.workers: list[Process] = []
+        self.known: list[str] = []
+        """The jobs that a user has heard of."""
+        self.rival_rows: dict[str, str] = {}
+        self.workers: dict[Process, tuple[SimEvent, SimEngine]] = {}
         self.started = 0
-        self.busy_users = 0
+        self.busy = 0
         self.ended_in_time = True
 
     def set_up(self) -> None:
         world, draw = self.world, self.world.random
         for name in ("db.t1", "db.t2")[: draw.choice((1, 1, 1, 2))]:
             world.tables[name] = LakeTable(world, name)
+        world.row_s = draw.choice((0.1, 3.0, 30.0))
+        for number in range(draw.choice((1, 2, 2, 3))):
+            self._fill_partition(f"p{number}", 1000 * (number + 1))
         for slot in range(draw.choice((1, 2, 2, 3))):
             self._start_worker(slot, draw.uniform(0.0, 5.0))
-        for number in range(1, draw.choice((1, 2, 2, 3, 4)) + 1):
-            self._later(self.user, f"asks for j{number}", self._asking(number), 0.4)
-        world.kill_job = lambda job_id: self._command("kill", job_id or draw.choice(sorted(self.planned)))
+        for number in range(draw.choice((1, 2, 3, 3, 4, 5))):
+            self._later(f"export {number}", self._ask, 0.5)
+        world.kill_job = lambda job_id: self._command("kill", job_id)
         self._disturb()
         self.scheduler.spawn(self.world.network, "the end", self._end)
 
+    def _fill_partition(self, name: str, row: int) -> None:
+        parts = self.world.partitions[name] = {}
+        for number in range(self.world.random.choice((0, 1, 1, 2, 2, 3))):
+            rows = self.world.random.randint(0, 6)
+            parts[f"{name}_{number}"] = (row, row + rows)
+            row += rows
+
     def evidence(self) -> Evidence:
         world = self.world
+        tables = [*world.retired, *world.tables.values()]
         return Evidence(
             database=str(database().path),
             tables={
-                name: [(one.at, one.by, one.metadata) for one in table.log]
-                for name, table in world.tables.items()
+                str(table.metadata.table_uuid): TableEvidence(
+                    table.name,
+                    table in world.retired,
+                    [(one.at, one.by, one.metadata) for one in table.log],
+                    table.quiet,
+                )
+                for table in tables
             },
-            file_io={name: table.quiet for name, table in world.tables.items()},
             files=world.storage.files,
             overwritten=world.storage.overwritten,
-            planned=self.planned,
-            rival_paths=self.rival_paths,
-            undisturbed=not world.faults.any,
+            parts={name: rows for parts in world.partitions.values() for name, rows in parts.items()},
+            rival_rows=self.rival_rows,
+            undisturbed=not world.faults.any and world.row_s < 1.0,
             ended_in_time=self.ended_in_time,
-            broken=[f"{actor}: {error!r}" for actor, error in self.scheduler.broken],
+            complaints=[
+                *(f"{actor} ended with {error!r}" for actor, error in self.scheduler.broken),
+                *world.complaints,
+            ],
         )
 
     # Workers
@@ -106,110 +128,98 @@ class Scenario:
         # Some on one machine, where each can see that another is dead; some on machines of their own.
         host = "shared" if slot < 2 and world.seed % 2 else f"host{slot}"
         process = self.scheduler.process(f"w{self.started}", host, skew_s=skew_s)
+        stop, engine = world.threading.Event(), SimEngine(world)
 
         def work() -> None:
-            worker = Worker(world.config, world.open_store(), world.clock(process), engine=SimEngine(world))
-            worker.run("forever")
+            worker = Worker(world.config, world.open_store(), world.clock(process), engine=engine)
+            try:
+                worker.run("forever", stop)  # type: ignore[arg-type]
+            except Retryable as error:
+                self.scheduler.note(f"the worker ends: {error}")
+            # Like a real process it waits for its pools, here for a while.
+            self.scheduler.pause(world.random.uniform(0.0, 30.0))
+            self.scheduler.kill(process)
 
         def replace() -> None:
             pause_s = world.random.uniform(0.5, 5.0 if world.quiet else 60.0)
-            if process in self.workers:
-                self.workers.remove(process)
-                self.scheduler.spawn(
-                    world.network, "starts a worker", lambda: self._start_worker(slot, 0.0), pause_s
-                )
+            if self.workers.pop(process, None) is not None:
+                name = "starts a worker"
+                self.scheduler.spawn(world.network, name, lambda: self._start_worker(slot, 0.0), pause_s)
 
         process.at_death.append(replace)
-        self.workers.append(process)
+        self.workers[process] = (stop, engine)
         self.scheduler.spawn(process, "loop", work, delay_s)
 
     # Users
 
-    def _later(self, process: Process, name: str, body: Callable[[], None], part: float) -> None:
+    def _later(self, name: str, body: Callable[[], None], part: float = 1.0) -> None:
         """At some time before the faults end."""
-        self.busy_users += 1
+        self.busy += 1
 
         def run() -> None:
             try:
                 body()
             finally:
-                self.busy_users -= 1
+                self.busy -= 1
 
-        self.scheduler.spawn(
-            process, name, run, self.world.random.uniform(0.0, part * self.world.faults.quiet_s)
-        )
+        at_s = self.world.random.uniform(0.0, part * self.world.faults.quiet_s)
+        self.scheduler.spawn(self.user, name, run, at_s)
 
-    def _asking(self, number: int) -> Callable[[], None]:
-        draw = self.world.random
-        table = self.world.tables[draw.choice(sorted(self.world.tables))]
-        sizes = [draw.randint(0, 6) for _ in range(draw.choice((0, 1, 1, 2, 2, 3)))]
-        # Now and then the same partition is asked for again.
-        scope = draw.choice((number, number, number, 1))
+    def _run_command(self, name: str, act: Callable[[Process], None]) -> None:
+        """In a process of its own, which can die like any other."""
+        process = self.scheduler.process(name, "desk")
+        self.busy += 1
 
-        def ask() -> None:
-            new = self._new_job(f"j{number}", f"scope{scope}", table, sizes)
+        def ended() -> None:
+            self.busy -= 1
+
+        def run() -> None:
+            self.scheduler.note(name)
             try:
-                self._patiently(lambda: self.world.open_store().create([new]))
-            except Conflict as conflict:
-                self.scheduler.note(f"refused: held by {conflict.job_id}")
-            else:
-                ranges = [(task.descriptor["first"], task.descriptor["last"]) for task in new.tasks]
-                self.planned[new.job_id] = PlannedJob(table.name, new.holding.scope, ranges)
-                self._change_mind(new.job_id)
-
-        return ask
-
-    def _new_job(self, job_id: str, scope: str, table: LakeTable, sizes: list[int]) -> NewJob:
-        metadata = table.metadata
-        tasks = []
-        row = 1000 * int(job_id[1:])
-        for size in sizes:
-            tasks.append(TaskSpec({"first": row, "last": row + size}, size))
-            row += size
-        plan = Plan(
-            Kind.EXPORT,
-            source="parquet:/nowhere",
-            target=f"iceberg://lake/{table.name}",
-            target_uuid=str(metadata.table_uuid),
-            location=metadata.location,
-            schema=_as_json(metadata.schema()),
-            spec=_as_json(metadata.spec()),
-            sort_order=_as_json(metadata.sort_order()),
-            columns=(),
-            pin={},
-            partition=scope,
-            rows=sum(sizes),
-            scope=scope,
-            limits=LIMITS,
-        )
-        return NewJob(job_id, f"request-{job_id}", plan, Holding(scope, True), tasks)
-
-    def _change_mind(self, job_id: str) -> None:
-        draw = self.world.random
-        for _ in range(draw.choice((0, 0, 0, 1, 2, 4))):
-            self.scheduler.pause(draw.expovariate(0.1))
-            self._command(draw.choice(("kill", "pause", "pause", "resume", "retry", "retry")), job_id)
-
-    def _command(self, action: str, job_id: str) -> None:
-        """A process of its own, which can die like any other."""
-        world = self.world
-        process = self.scheduler.process(f"cli-{action}-{job_id}", "desk")
-        self.busy_users += 1
-
-        def gone() -> None:
-            self.busy_users -= 1
-
-        process.at_death.append(gone)
-
-        def act() -> None:
-            self.scheduler.note(f"{action} {job_id}")
-            try:
-                getattr(self, f"_{action}")(world.open_store(), job_id, process)
+                act(process)
             except LockstepError as error:
-                self.scheduler.note(f"{action} {job_id}: {type(error).__name__}: {error}")
+                self.scheduler.note(f"{name}: {type(error).__name__}: {error}")
             self.scheduler.kill(process)
 
-        self.scheduler.spawn(process, action, act)
+        process.at_death.append(ended)
+        self.scheduler.spawn(process, "main", run)
+
+    def _ask(self) -> None:
+        draw = self.world.random
+        partition = draw.choice(sorted(self.world.partitions))
+        parts = tuple(self.world.partitions[partition])
+        only = (draw.choice(parts),) if parts and draw.random() < 0.2 else ()
+        request = ExportRequest(
+            "parquet:/numbers",
+            f"iceberg://lake/{draw.choice(sorted(self.world.tables))}",
+            partitions=() if only else (partition,),
+            parts=only,
+            on_existing=draw.choice(MODES),
+            deadline_s=draw.choice((None, None, 60.0)),
+        )
+
+        def export(process: Process) -> None:
+            world = self.world
+            planned = plan_export(request, world.config, world.open_store(), world.clock(process))
+            for job in planned.jobs:
+                self.scheduler.note(f"created {job.job_id}")
+                self.known.append(job.job_id)
+
+        self._run_command(f"export {partition} {only} {request.on_existing}", export)
+        for _ in range(draw.choice((0, 0, 0, 1, 2, 4))):
+            self.scheduler.pause(draw.expovariate(0.1))
+            if self.known:
+                self._command(draw.choice(ACTIONS), draw.choice(self.known))
+
+    def _command(self, action: str, job_id: str | None) -> None:
+        if job_id is None:
+            if not self.known:
+                return
+            job_id = self.world.random.choice(self.known)
+        verb = getattr(self, f"_{action}")
+        self._run_command(
+            f"{action} {job_id}", lambda process: verb(self.world.open_store(), job_id, process)
+        )
 
     def _kill(self, store: JobStore, job_id: str, process: Process) -> None:
         """As the command does it."""
@@ -232,29 +242,22 @@ class Scenario:
     def _retry(self, store: JobStore, job_id: str, _: Process) -> None:
         store.retry(job_id)
 
-    def _patiently(self, verb: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                return verb()
-            except Retryable:
-                self.scheduler.pause(self.world.random.uniform(0.5, 5.0))
-
     # What gets in the way
 
     def _disturb(self) -> None:
-        faults = self.world.faults
-        for number in range(faults.freezes):
-            self._later(self.world.network, f"freeze {number}", self._freeze, 1.0)
-        for number in range(faults.kills):
-            self._later(self.world.network, f"kill {number}", self._kill_somebody, 1.0)
-        for number in range(faults.rivals):
-            self._later(self.world.network, f"rival {number}", lambda n=number: self._rival(n), 1.0)  # type: ignore[misc]
-        for number in range(faults.expiries):
-            self._later(
-                self.world.network, f"expiry {number}", lambda: expire_snapshots(self._some_table()), 1.0
-            )
-        for number in range(faults.schema_changes):
-            self._later(self.world.network, f"schema {number}", lambda: add_column(self._some_table()), 1.0)
+        disturbances: dict[str, Callable[[], None]] = {
+            "freezes": self._freeze,
+            "kills": self._kill_somebody,
+            "stops": self._stop_a_worker,
+            "engine_deaths": self._end_an_engine,
+            "rivals": self._rival,
+            "expiries": lambda: expire_snapshots(self._some_table()),
+            "schema_changes": lambda: add_column(self._some_table()),
+            "replaced_tables": self._replace_table,
+        }
+        for kind, disturb in disturbances.items():
+            for _ in range(getattr(self.world.faults, kind)):
+                self._later(kind, disturb)
 
     def _some_table(self) -> LakeTable:
         return self.world.tables[self.world.random.choice(sorted(self.world.tables))]
@@ -270,8 +273,29 @@ class Scenario:
         if victims := self._mortals():
             self.scheduler.kill(self.world.random.choice(victims))
 
-    def _rival(self, number: int) -> None:
-        self.rival_paths.append(append_as_a_rival(self._some_table(), number))
+    def _stop_a_worker(self) -> None:
+        if self.workers:
+            stop, _ = self.workers[self.world.random.choice(list(self.workers))]
+            self.scheduler.note("a worker is asked to end")
+            stop.set()
+
+    def _end_an_engine(self) -> None:
+        if self.workers:
+            _, engine = self.workers[self.world.random.choice(list(self.workers))]
+            self.scheduler.note("an engine dies")
+            engine.close()
+
+    def _rival(self) -> None:
+        table = self._some_table()
+        row = f"rival-{len(self.rival_rows)}"
+        self.rival_rows[row] = str(table.metadata.table_uuid)
+        append_as_a_rival(table, row)
+
+    def _replace_table(self) -> None:
+        old = self._some_table()
+        self.scheduler.note(f"{old.name} is dropped and made anew")
+        self.world.retired.append(old)
+        self.world.tables[old.name] = LakeTable(self.world, old.name)
 
     # The end
 
@@ -280,41 +304,36 @@ class Scenario:
         world = self.world
         self.scheduler.pause(world.faults.quiet_s + 0.001)
         store = world.open_store()
-        retried: set[str] = set()
+        seen: set[str] = set()
         deadline_s = world.elapsed_s + BUDGET_S
         while True:
             left = [job for job in store.list() if job.state not in ENDED]
             for job in store.list({State.FAILED}):
-                if job.job_id not in retried and world.random.random() < 0.5:
+                if job.job_id not in seen and world.random.random() < 0.5:
                     self.scheduler.note(f"retry {job.job_id}")
                     deadline_s = world.elapsed_s + BUDGET_S
-                    _unless_refused(lambda job=job: store.retry(job.job_id))  # type: ignore[misc]
-                    left.append(job)
-                retried.add(job.job_id)
+                    left += _unless_refused(store, job.job_id)
+                seen.add(job.job_id)
             for job in left:
                 if job.state is State.PAUSED:
                     store.resume(job.job_id)
-            if not left and not self.busy_users:
+            if not left and not self.busy:
                 break
             if world.elapsed_s > deadline_s:
                 self.ended_in_time = False
                 break
             self.scheduler.pause(10.0)
         self.scheduler.note("all jobs have ended")
-        for process in self.workers[:]:
-            self.workers.remove(process)
+        workers, self.workers = self.workers, {}
+        for process in workers:
             self.scheduler.kill(process)
         while world.in_flight:
             self.scheduler.pause(30.0)
         self.scheduler.stop()
 
 
-def _unless_refused(verb: Callable[[], Job]) -> None:
+def _unless_refused(store: JobStore, job_id: str) -> list[Job]:
     try:
-        verb()
+        return [store.retry(job_id)]
     except (Conflict, Invalid):
-        return
-
-
-def _as_json(model: Any) -> Any:
-    return json.loads(model.model_dump_json())
+        return []

@@ -18,8 +18,8 @@ from lockstep.store import sql_tasks
 from lockstep.store.sql import SqlStore
 from lockstep.target.iceberg import IcebergTarget
 from tests.simulation.faults import Faults
+from tests.simulation.rows import SimSink
 from tests.simulation.scenario import simulate
-from tests.simulation.world import SimSink
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MOST_SEEDS: Final = 150
@@ -161,7 +161,7 @@ PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
     ),
     (
         the_register_is_not_read_again,
-        "so many times",
+        " twice",
         Faults(CALM_S, catalog_reply_lost=0.5, rivals=10, expiries=15),
     ),
     (the_position_is_recorded_before_the_manifest, "its files hold", Faults(CALM_S, crash=0.03)),

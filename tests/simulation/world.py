@@ -9,21 +9,21 @@ the catalog's server.
 from __future__ import annotations
 
 import atexit
-import json
 import os
+import random
 import shutil
 import sqlite3
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 from unittest import mock
 
 from pyiceberg.manifest import clear_manifest_cache
@@ -37,17 +37,17 @@ import lockstep.target.iceberg
 import lockstep.worker
 from lockstep import attempt, runtime, source
 from lockstep.config import Config
-from lockstep.engine import RunTask, channel
-from lockstep.errors import Corrupt, Fenced, Retryable
-from lockstep.job import Fingerprint, Json, Limits, Plan, Position, StagedFile
-from lockstep.source import Chunk
+from lockstep.engine import channel
+from lockstep.errors import Retryable
+from lockstep.job import Limits
 from lockstep.store import sql
 from lockstep.store.sql_sqlite import SqliteDatabase
+from tests.simulation.executors import SimChannel, SimChannelServer
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.lake import LakeTable, SimCatalog, Storage
+from tests.simulation.rows import Ranges, SimSink, SimSource
 from tests.simulation.scheduler import (
     START,
-    Actor,
     Crash,
     Process,
     Scheduler,
@@ -55,13 +55,9 @@ from tests.simulation.scheduler import (
     SimThreading,
 )
 
-LIMITS: Final = Limits(
-    lease_s=30.0, task_attempts=4, task_deadline_s=300.0, commit_attempts=6, commit_deadline_s=120.0
-)
 POLL_S: Final = 7.0
 BEAT_S: Final = 8.0
 """Rarer than in life: each beat costs real time, and none of the promises depends on how often it comes."""
-SPARK_TRIES: Final = 3
 
 
 class World:
@@ -78,6 +74,13 @@ class World:
         self.network = self.scheduler.process("network", "wire", mortal=False)
         self.in_flight = 0
         self.tables: dict[str, LakeTable] = {}
+        self.retired: list[LakeTable] = []
+        """Tables that were dropped, and made anew under the same name."""
+        self.partitions: dict[str, Ranges] = {}
+        self.pins: set[str] = set()
+        self.row_s = 0.0
+        self.complaints: list[str] = []
+        """What only those who stand in can see: the auditor reads it."""
         self.drivers: dict[int, SimChannelServer] = {}
         self.kill_job: Callable[[str | None], None] = lambda job_id: None
         """How a user kills a job, or any one for None; the scenario sets it."""
@@ -87,7 +90,7 @@ class World:
             spark={},
             catalogs={"lake": {}},
             storage={},
-            limits=LIMITS,
+            limits=draw_limits(self.random),
             finished_job_ttl_s=1e9,
         )
 
@@ -149,12 +152,31 @@ class World:
             self.scheduler.note("storage: no answer")
             raise OSError("503 Slow Down")
 
+    def state_of(self, job_id: str) -> str:
+        """What the store holds at this instant, for those who stand in."""
+        with sqlite3.connect(database().path) as connection:
+            query = "SELECT state FROM lockstep_jobs WHERE job_id = ?"
+            found: tuple[str] = connection.execute(query, (job_id,)).fetchone()
+        connection.close()
+        return found[0]
+
     def clock(self, process: Process) -> ProcessClock:
         return ProcessClock(self.scheduler, process)
 
     def open_store(self) -> sql.SqlStore:
         """A store as a new process opens it: nothing is cached but what the database driver has."""
         return sql.SqlStore("")
+
+
+def draw_limits(source: random.Random) -> Limits:
+    """Budgets that run out now and then."""
+    return Limits(
+        lease_s=30.0,
+        task_attempts=source.choice((2, 4, 8)),
+        task_deadline_s=source.choice((60.0, 300.0)),
+        commit_attempts=source.choice((1, 3, 6)),
+        commit_deadline_s=source.choice((20.0, 60.0, 200.0)),
+    )
 
 
 class ProcessClock:
@@ -232,9 +254,9 @@ def _verb() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None:
         frame = frame.f_back
-        name = frame.f_code.co_name
-        if "/store/sql" in frame.f_code.co_filename and name not in ("run", "__enter__", "read", "write"):
-            return name
+        room = frame.f_code.co_filename.rpartition("/")[2]
+        if room.startswith("sql") and room not in ("sql_database.py", "sql_sqlite.py"):
+            return frame.f_code.co_name
     return "?"
 
 
@@ -245,275 +267,6 @@ def database() -> SimDatabase:
     folder = Path(tempfile.mkdtemp(prefix="lockstep-simulation-", dir=shared))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return SimDatabase(folder / "jobs.db")
-
-
-# Executors and their channel
-
-
-class SimChannelServer:
-    """Stands in for ChannelServer: each call is answered by a thread of the driver's process."""
-
-    world: World
-
-    def __init__(self, handler: channel.Handler, host: str = "") -> None:
-        world = self.world
-        actor = world.scheduler.current
-        assert actor is not None
-        self.process = actor.process
-        self.handler = handler
-        self.secret = "secret"
-        self.address = (host, len(world.drivers))
-        self.open = True
-        world.drivers[self.address[1]] = self
-
-    def close(self) -> None:
-        self.open = False
-
-
-class SimChannel:
-    """Stands in for Channel: the request arrives although its sender dies, unless the wire is cut first."""
-
-    world: World
-
-    def __init__(self, address: tuple[str, int], secret: str) -> None:
-        self._server = self.world.drivers[address[1]]
-        self._lock = self.world.threading.Lock()
-        self._broken = False
-        self.world.call("connect")
-        self._check("connecting")
-
-    def call(self, verb: str, body: Json) -> Any:
-        with self._lock:
-            answer = self._ask(verb, json.loads(json.dumps(body)))
-        failure = answer.get("error")
-        if failure is None:
-            return answer.get("ok")
-        raise channel.error_of(failure)
-
-    def close(self) -> None:
-        self._broken = True
-
-    def _ask(self, verb: str, body: Json) -> Json:
-        world = self.world
-        self._check(verb)
-        if world.chance("channel_cut"):
-            self._broken = True
-        world.call(f"channel {verb}")
-        self._check(verb)
-        answered = world.threading.Event()
-        answer: Json = {}
-
-        def serve() -> None:
-            answer.update(json.loads(json.dumps(channel._answer(self._server.handler, _call(verb, body)))))
-            answered.set()
-
-        process = self._server.process
-        world.scheduler.spawn(process, f"answer {verb}", serve, world.latency())
-        process.at_death.append(answered.set)
-        answered.wait(channel.CALL_TIMEOUT_S)
-        process.at_death.remove(answered.set)
-        if not answer or world.chance("channel_cut"):
-            self._broken = True
-            self._check(verb)
-        return answer
-
-    def _check(self, verb: str) -> None:
-        if self._broken or not self._server.open or not self._server.process.alive:
-            self._broken = True
-            raise Fenced(f"the channel to the driver broke during {verb}")
-
-
-def _call(verb: str, body: Json) -> Json:
-    return {"verb": verb, "body": body}
-
-
-class SimEngine:
-    """Implements `Engine`: each assignment runs in a process of its own, and is run again when that dies."""
-
-    slots = 2
-    driver_host = "driver"
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.alive = True
-        self._waves: dict[str, list[Process]] = {}
-        self._cancelled: set[str] = set()
-        self._executors = 0
-
-    def submit(self, group: str, run_task: RunTask, assignments: Sequence[Any]) -> Future[None]:
-        future: Future[None] = Future()
-        driver = self._world.scheduler.current
-        assert driver is not None
-        self._waves[group] = []
-        runs = [assignment for assignment in assignments for _ in range(self._copies())]
-        left = [len(runs)]
-        lost: list[str] = []
-        for assignment in runs:
-            self._start(group, driver.process, run_task, assignment, future, left, lost, 1)
-        return future
-
-    def _copies(self) -> int:
-        return 2 if self._world.chance("speculation") else 1
-
-    def _start(
-        self,
-        group: str,
-        driver: Process,
-        run_task: RunTask,
-        assignment: Any,
-        future: Future[None],
-        left: list[int],
-        lost: list[str],
-        attempt_number: int,
-    ) -> None:
-        scheduler = self._world.scheduler
-        self._executors += 1
-        executor = scheduler.process(f"{driver.name}.x{self._executors}", driver.host)
-        self._waves[group].append(executor)
-        ended: list[bool] = []
-
-        def run() -> None:
-            try:
-                run_task(assignment)
-            except Exception as error:  # a task that raises is run again, as one whose process died
-                scheduler.note(f"the task raised {error!r}")
-                scheduler.kill(executor)
-            else:
-                ended.append(True)
-
-        def watch() -> None:
-            actor = scheduler.spawn(executor, "task", run, self._world.latency())
-            _join(self._world, actor)
-            if not ended and not executor.alive and group not in self._cancelled:
-                if attempt_number < SPARK_TRIES and self.alive:
-                    self._start(group, driver, run_task, assignment, future, left, lost, attempt_number + 1)
-                    return
-                lost.append(executor.name)
-            scheduler.kill(executor)
-            left[0] -= 1
-            if left[0] == 0:
-                cancelled = group in self._cancelled
-                if lost or cancelled:
-                    future.set_exception(RuntimeError("cancelled" if cancelled else f"lost {lost[0]}"))
-                else:
-                    future.set_result(None)
-
-        def orphan() -> None:
-            # In a cluster an executor outlives its driver for a while.
-            if self._world.random.random() < 0.5:
-                scheduler.kill(executor)
-
-        driver.at_death.append(orphan)
-        scheduler.spawn(driver, f"wave of {executor.name}", watch)
-
-    def cancel(self, group: str) -> None:
-        self._cancelled.add(group)
-        world = self._world
-
-        def interrupt() -> None:
-            for executor in self._waves.get(group, ()):
-                world.scheduler.kill(executor)
-
-        world.scheduler.spawn(world.network, f"cancel {group}", interrupt, world.random.uniform(0.0, 5.0))
-
-    def close(self) -> None:
-        self.alive = False
-        for group in self._waves:
-            self.cancel(group)
-
-
-def _join(world: World, actor: Actor) -> None:
-    me = world.scheduler.current
-    assert me is not None
-    while not actor.done:
-        actor.joiners.append(me)
-        world.scheduler.park(None)
-
-
-# Rows
-
-
-class SimBatch:
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
-        self.num_rows = len(rows)
-
-
-class SimSource:
-    """Rows are numbers: a task is the range `first` to `last`, a position the next number to read."""
-
-    world: World
-
-    def __init__(self, address: str, config: Config) -> None:
-        self.address = address
-
-    def read(
-        self, pin: Json, descriptor: Json, position: Position | None, columns: object, batch_bytes: int
-    ) -> Iterator[Chunk]:
-        world = self.world
-        row = descriptor["first"] if position is None else position["row"]
-        while row < descriptor["last"]:
-            world.call(f"source read {row}")
-            if world.chance("source_refused"):
-                raise Retryable("the source does not answer")
-            if world.chance("source_corrupt"):
-                raise Corrupt("a part is damaged")
-            upto = min(descriptor["last"], row + world.random.randint(1, 3))
-            chunk = SimBatch(list(range(row, upto)))
-            row = upto
-            known = row == descriptor["last"] or world.random.random() < 0.7
-            yield Chunk(chunk, {"row": row} if known else None)
-
-    def unpin(self, pin: Json, timeout_s: float) -> None:
-        self.world.call("unpin")
-        if self.world.chance("source_refused"):
-            raise Retryable("the source does not answer")
-
-    def close(self) -> None:
-        pass
-
-
-class SimSink:
-    """Implements `Sink`: finished files are JSON lists of rows, under names of this attempt alone."""
-
-    world: World
-
-    def __init__(self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, *_: Any) -> None:
-        self._prefix = f"{plan.location}/data/{job_id}-{stage}-{index}-{epoch}"
-        self._rows: list[int] = []
-        self._written = 0
-        self._most = self.world.random.randint(1, 4)
-
-    def add(self, batch: Any) -> None:
-        self._rows += batch.rows
-
-    @property
-    def full(self) -> bool:
-        return len(self._rows) >= self._most
-
-    @property
-    def pending_bytes(self) -> int:
-        return len(self._rows)
-
-    def flush(self) -> list[StagedFile]:
-        if not self._rows:
-            return []
-        world = self.world
-        rows, self._rows = self._rows, []
-        path = f"{self._prefix}-{self._written}.parquet"
-        self._written += 1
-        world.call(f"put {path.rpartition('/')[2]} {rows}")
-        if world.chance("storage_refused") or world.in_window("storage_away"):
-            raise Retryable("the storage does not answer")
-        body = json.dumps(rows).encode()
-        world.storage.put(path, body)
-        if world.chance("storage_reply_lost"):
-            raise Retryable("the storage's reply was lost")
-        found = Fingerprint(len(rows), {"id": sum(rows)})
-        return [StagedFile(path, len(body), len(rows), "", found)]
-
-    def abort(self) -> None:
-        self._rows = []
 
 
 # Putting it all in place

@@ -1,0 +1,143 @@
+"""What stands in for rows: a source whose rows are numbers, and a sink whose files are lists of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import Config
+from lockstep.errors import Corrupt, Invalid, Retryable
+from lockstep.job import Fingerprint, Json, Piece, Plan, Position, StagedFile, TaskSpec
+from lockstep.source import Chunk, PartInfo, PartitionInfo, Pin, SourceColumn, SourceTable
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+Ranges = dict[str, tuple[int, int]]
+"""The numbers in each part, from the first up to the last, which is not in it."""
+
+
+class SimSource:
+    """Implements `Source`: a part is a range of numbers and makes one task; a position is the next number."""
+
+    world: World
+
+    def __init__(self, address: str, config: Config) -> None:
+        self.address = address
+
+    def describe(self) -> SourceTable:
+        self._reach("describe")
+        return SourceTable("numbers", "numbers", [SourceColumn("id", "Int64", "long", True)], (), "")
+
+    def partitions(self) -> list[PartitionInfo]:
+        return [
+            PartitionInfo(name, name, sum(last - first for first, last in parts.values()), 0, _infos(parts))
+            for name, parts in self.world.partitions.items()
+        ]
+
+    def pin(self, name: str, partition_id: str, parts: Sequence[str] | None, *, frozen: bool = True) -> Pin:
+        self._reach(f"pin {partition_id}")
+        there = self.world.partitions[partition_id]
+        chosen: Ranges = {part: there[part] for part in (there if parts is None else parts)}
+        self.world.pins.add(name)
+        rows = sum(last - first for first, last in chosen.values())
+        return Pin({"name": name, "parts": chosen}, _infos(chosen), rows)
+
+    def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
+        return [
+            TaskSpec({"first": first, "last": last}, last - first)
+            for first, last in pin.detail["parts"].values()
+        ]
+
+    def read(
+        self, pin: Json, descriptor: Json, position: Position | None, columns: object, batch_bytes: int
+    ) -> Iterator[Chunk]:
+        world = self.world
+        row = descriptor["first"] if position is None else position["row"]
+        while row < descriptor["last"]:
+            self._reach(f"read {row}")
+            world.scheduler.pause(world.random.uniform(0.0, world.row_s))
+            if world.chance("source_corrupt"):
+                raise Corrupt("a part is damaged")
+            if pin["name"] not in world.pins:
+                self._complain(pin["name"])
+                raise Invalid("the pin is gone")
+            upto = min(descriptor["last"], row + world.random.randint(1, 3))
+            batch = SimBatch(list(range(row, upto)))
+            row = upto
+            known = row == descriptor["last"] or world.random.random() < 0.7
+            yield Chunk(batch, {"row": row} if known else None)
+
+    def unpin(self, pin: Json, timeout_s: float) -> None:
+        self._reach("unpin")
+        self.world.pins.discard(pin["name"])
+
+    def close(self) -> None:
+        pass
+
+    def _complain(self, pin: str) -> None:
+        """An attempt of a job that was killed meanwhile may find its pin gone; no other one."""
+        job_id = pin.removeprefix("lockstep_pin_")
+        if self.world.state_of(job_id) not in ("completed", "killed"):
+            self.world.complaints.append(f"{pin} was given up, and its job still needs it")
+
+    def _reach(self, what: str) -> None:
+        """Raises: Retryable if the source does not answer."""
+        self.world.call(f"source {what}")
+        if self.world.chance("source_refused"):
+            self.world.scheduler.note("source: no answer")
+            raise Retryable("the source does not answer")
+
+
+def _infos(parts: Ranges) -> list[PartInfo]:
+    return [PartInfo(name, last - first, 0, Piece(name)) for name, (first, last) in parts.items()]
+
+
+class SimBatch:
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+        self.num_rows = len(rows)
+
+
+class SimSink:
+    """Implements `Sink`: finished files are JSON lists of rows, under names of this attempt alone."""
+
+    world: World
+
+    def __init__(self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, *_: Any) -> None:
+        self._prefix = f"{plan.location}/data/{job_id}-{stage}-{index}-{epoch}"
+        self._rows: list[int] = []
+        self._written = 0
+        self._most = self.world.random.randint(1, 4)
+
+    def add(self, batch: Any) -> None:
+        self._rows += batch.rows
+
+    @property
+    def full(self) -> bool:
+        return len(self._rows) >= self._most
+
+    @property
+    def pending_bytes(self) -> int:
+        return len(self._rows)
+
+    def flush(self) -> list[StagedFile]:
+        if not self._rows:
+            return []
+        world = self.world
+        rows, self._rows = self._rows, []
+        path = f"{self._prefix}-{self._written}.parquet"
+        self._written += 1
+        world.call(f"put {path.rpartition('/')[2]} {rows}")
+        if world.chance("storage_refused") or world.in_window("storage_away"):
+            raise Retryable("the storage does not answer")
+        body = json.dumps(rows).encode()
+        world.storage.put(path, body)
+        if world.chance("storage_reply_lost"):
+            raise Retryable("the storage's reply was lost")
+        found = Fingerprint(len(rows), {"id": sum(rows)})
+        return [StagedFile(path, len(body), len(rows), "", found)]
+
+    def abort(self) -> None:
+        self._rows = []
