@@ -56,6 +56,11 @@ def fingerprint(batch: pa.RecordBatch | pa.Table) -> Fingerprint:
     return Fingerprint(batch.num_rows, columns)
 
 
+def row_hashes(batch: pa.RecordBatch) -> Words:
+    """A 64-bit hash of each row: equal rows have equal ones."""
+    return _of_members([_hashes(column) for column in batch.columns], batch.num_rows)
+
+
 def _column_hash(array: pa.Array) -> int:
     array = _plain(array)
     if pa.types.is_dictionary(array.type):

@@ -412,6 +412,35 @@ def _ties(packed: Words, tied: Rows | None) -> tuple[Rows, Words]:
     return (places if tied is None else tied[places]), groups
 
 
+def repeats(rows: pa.RecordBatch, keys: Sequence[SortKey]) -> npt.NDArray[np.bool_]:
+    """For rows in order: which ones have the key of the row before. NULL equals nothing, not even NULL."""
+    same = np.ones(rows.num_rows, np.bool_)
+    same[:1] = False
+    for key in keys:
+        image = _image(rows.column(key.column))
+        if image.missing is not None:
+            same &= ~image.missing
+            same[1:] &= ~image.missing[:-1]
+        if isinstance(image, _Text):
+            same[1:] &= image.lengths[1:] == image.lengths[:-1]
+            equal = pc.equal(image.array.slice(1), image.array.slice(0, max(0, rows.num_rows - 1)))
+            same[1:] &= equal.fill_null(False).to_numpy(zero_copy_only=False)
+        else:
+            for words in image.words:
+                same[1:] &= words[1:] == words[:-1]
+    return same
+
+
+def present(rows: pa.RecordBatch, keys: Sequence[SortKey]) -> npt.NDArray[np.bool_]:
+    """Which rows have no NULL in their key."""
+    found = np.ones(rows.num_rows, np.bool_)
+    for key in keys:
+        column = rows.column(key.column)
+        if column.null_count:
+            found &= column.is_valid().to_numpy(zero_copy_only=False)
+    return found
+
+
 # The key of one row
 
 

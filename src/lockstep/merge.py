@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from lockstep.errors import Corrupt
@@ -24,8 +25,13 @@ from lockstep.sink.run import order_of, unique_of
 from lockstep.source import Chunk
 from lockstep.storage import Storage, local_path, translated
 
+Numbers = npt.NDArray[np.int64]
+
 WINDOW_SHARE: Final = 8
 """Of the task's memory, one part is what is loaded of all runs; twice as much again while it is ordered."""
+
+
+IN_MEMORY: Final[Json] = {"first": 0, "last": 1}
 
 
 def window_bytes(plan: Plan) -> int:
@@ -36,7 +42,7 @@ def bound_to_json(bound: Bound | None) -> Json | None:
     return None if bound is None else {"key": key_to_json(bound[0]), "run": bound[1]}
 
 
-def _bound_from_json(raw: Json | None) -> Bound | None:
+def bound_from_json(raw: Json | None) -> Bound | None:
     return None if raw is None else (key_from_json(raw["key"]), int(raw["run"]))
 
 
@@ -70,15 +76,23 @@ class MergeReader:
             pieces = [piece for batch in window.batches for piece in _pieces(batch, batch_bytes)]
             yield from _chunks(pieces, window.position)
 
-    def windows(self, descriptor: Json, position: Position | None) -> Iterator[Window]:
-        """The merge, a window of rows at a time."""
+    def windows(
+        self, descriptor: Json, position: Position | None, before: pa.RecordBatch | None = None
+    ) -> Iterator[Window]:
+        """The merge, a window of rows at a time.
+
+        `before` are rows in order that count as one more run, before all others; the same for every attempt.
+        """
         keys = (order_of(self._plan) if descriptor["kind"] == RUN else unique_of(self._plan)).keys
-        low, high = _bound_from_json(descriptor["low"]), _bound_from_json(descriptor["high"])
-        places = position["runs"] if position else [None] * len(descriptor["runs"])
+        low, high = bound_from_json(descriptor["low"]), bound_from_json(descriptor["high"])
+        runs = descriptor["runs"] if before is None else [[IN_MEMORY], *descriptor["runs"]]
+        places = position["runs"] if position else [None] * len(runs)
         streams = [
             _Stream(ordinal, files, keys, low, high, place, self._storage)
-            for ordinal, (files, place) in enumerate(zip(descriptor["runs"], places, strict=True))
+            for ordinal, (files, place) in enumerate(zip(runs, places, strict=True))
         ]
+        if before is not None:
+            streams[0].memory = before
         try:
             yield from _merged(streams, keys, window_bytes(self._plan))
         finally:
@@ -173,6 +187,8 @@ class _Stream:
     high: Bound | None
     place: Sequence[int] | None
     storage: Storage
+    memory: pa.RecordBatch | None = None
+    """The rows of the only block of a run that lies in no file."""
     loaded: list[_Loaded] = field(default_factory=list)
     loaded_bytes: int = 0
     ended: bool = False
@@ -272,6 +288,8 @@ class _Stream:
             self.ended = True
 
     def _read(self, file: int, block: int) -> pa.RecordBatch:
+        if self.memory is not None:
+            return self.memory
         piece = self.files[file]
         try:
             if self._reader is None:
@@ -279,10 +297,7 @@ class _Stream:
                 self._reader = pa.ipc.open_file(self._opened)
             return self._reader.get_batch(block)
         except pa.ArrowInvalid as error:
-            raise Corrupt(
-                f"{piece['path']} cannot be read as a run: {error}",
-                hint="the file was changed or damaged after it was written; nothing was published",
-            ) from error
+            raise _damaged(piece["path"], error) from error
         except (OSError, pa.ArrowException) as error:
             raise translated(error, "read", piece["path"]) from error
 
@@ -296,8 +311,19 @@ def _open(piece: Json, storage: Storage) -> Any:
             f"the run {path} was listed with {piece['size']} bytes, but the storage has {found}",
             hint="the file was changed or deleted by somebody else; nothing was published",
         )
+    return _opened(path, storage)
+
+
+def _opened(path: str, storage: Storage) -> Any:
     local = local_path(path)
     return pa.OSFile(str(local)) if local is not None else pa.PythonFile(storage.open(path), "r")
+
+
+def _damaged(path: str, error: Exception) -> Corrupt:
+    return Corrupt(
+        f"{path} cannot be read as a run: {error}",
+        hint="the file was changed or damaged after it was written; nothing was published",
+    )
 
 
 def _reach(rows: SortedRows, bound: Bound, ordinal: int) -> int:
@@ -313,29 +339,26 @@ def _reach(rows: SortedRows, bound: Bound, ordinal: int) -> int:
 class Losers:
     """Rows that are not published, one bit for each record of a task up to its last loser."""
 
-    bases: np.ndarray[Any, np.dtype[np.int64]]
-    ends: np.ndarray[Any, np.dtype[np.int64]]
-    bits: np.ndarray[Any, np.dtype[np.uint8]]
+    bases: Numbers
+    ends: Numbers
+    bits: npt.NDArray[np.uint8]
 
     @classmethod
     def load(cls, paths: Sequence[str], storage: Storage) -> Losers | None:
-        """All losers of a job. Raises: Corrupt; Retryable."""
-        if not paths:
+        """All losers of a job, read twice rather than held. Raises: Corrupt; Retryable."""
+        ends = np.zeros(0, np.int64)
+        for task, record in _numbers(paths, storage):
+            if (more := int(task.max()) + 1 - len(ends)) > 0:
+                ends = np.concatenate((ends, np.zeros(more, np.int64)))
+            np.maximum.at(ends, task, record + 1)
+        if not len(ends):
             return None
-        tasks, records = [], []
-        for path in paths:
-            rows = read_losers(path, storage)
-            tasks.append(rows.column(TASK).to_numpy().astype(np.int64))
-            records.append(rows.column(RECORD).to_numpy())
-        task, record = np.concatenate(tasks), np.concatenate(records)
-        if not len(task):
-            return None
-        ends = np.zeros(int(task.max()) + 1, np.int64)
-        np.maximum.at(ends, task, record + 1)
-        bases = np.concatenate(([0], np.cumsum(ends)[:-1]))
-        flags = np.zeros(int(ends.sum()), np.bool_)
-        flags[bases[task] + record] = True
-        return cls(bases, ends, np.packbits(flags, bitorder="little"))
+        bases = np.cumsum(ends) - ends
+        bits = np.zeros((int(ends.sum()) + 7) // 8, np.uint8)
+        for task, record in _numbers(paths, storage):
+            at = bases[task] + record
+            np.bitwise_or.at(bits, at >> 3, np.left_shift(1, at & 7).astype(np.uint8))
+        return cls(bases, ends, bits)
 
     def dropped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The batch without its losers."""
@@ -349,13 +372,22 @@ class Losers:
         return batch if not lost.any() else batch.filter(pa.array(~lost))
 
 
-def read_losers(path: str, storage: Storage) -> pa.Table:
-    local = local_path(path)
+def _numbers(paths: Sequence[str], storage: Storage) -> Iterator[tuple[Numbers, Numbers]]:
+    for path in paths:
+        for batch in blocks_of(path, storage):
+            if batch.num_rows:
+                task = batch.column(TASK).to_numpy().astype(np.int64)
+                yield task, batch.column(RECORD).to_numpy()
+
+
+def blocks_of(path: str, storage: Storage) -> Iterator[pa.RecordBatch]:
+    """The blocks of an Arrow file, one after the other. Raises: Corrupt; Retryable; Invalid."""
     try:
-        source = pa.OSFile(str(local)) if local is not None else pa.PythonFile(storage.open(path), "r")
-        with source:
-            return pa.ipc.open_file(source).read_all()
+        with _opened(path, storage) as opened:
+            reader = pa.ipc.open_file(opened)
+            for block in range(reader.num_record_batches):
+                yield reader.get_batch(block)
     except pa.ArrowInvalid as error:
-        raise Corrupt(f"{path} cannot be read as a list of rows: {error}") from error
+        raise _damaged(path, error) from error
     except (OSError, pa.ArrowException) as error:
         raise translated(error, "read", path) from error

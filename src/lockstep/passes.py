@@ -15,9 +15,10 @@ from typing import Final
 
 from lockstep.errors import Corrupt
 from lockstep.job import KEYS, LOSERS, RUN, Json, Plan, StagedFile, TaskSpec
-from lockstep.keys import Bound, key_from_json
+from lockstep.keys import MOST_KEY_BYTES, Bound, key_from_json
 from lockstep.merge import bound_to_json, window_bytes
 from lockstep.sink.staging import parse_staged_name
+from lockstep.unique import Published
 
 FAN_IN: Final = 64
 """Runs that one task merges: each has a file open and a block in memory."""
@@ -90,7 +91,9 @@ class NextStage:
     tasks: Sequence[TaskSpec]
 
 
-def next_stage(done: str, files: Sequence[StagedFile], plan: Plan) -> NextStage:
+def next_stage(
+    done: str, files: Sequence[StagedFile], plan: Plan, published: Published | None = None
+) -> NextStage:
     """What follows when every task of the stage `done` is done: combine, recombine, unique or merge.
 
     `files` are the newest runs and companions: those of the last stage that made any (`newest_runs`), and
@@ -102,7 +105,7 @@ def next_stage(done: str, files: Sequence[StagedFile], plan: Plan) -> NextStage:
         if groups:
             return NextStage(COMBINE[0] if done == "map" else COMBINE[1], groups)
     if done != "unique" and plan.terms is not None and plan.terms.unique:
-        return NextStage("unique", plan_ranges(files, KEYS, plan))
+        return NextStage("unique", plan_unique(files, plan, published))
     return NextStage("merge", plan_merge(files, plan))
 
 
@@ -149,6 +152,30 @@ def plan_merge(files: Sequence[StagedFile], plan: Plan) -> list[TaskSpec]:
     return plan_ranges(files, RUN, plan)
 
 
+def plan_unique(files: Sequence[StagedFile], plan: Plan, published: Published | None) -> list[TaskSpec]:
+    """One task for each range of the unique key, with the files of the table that may hold keys of it."""
+    specs = plan_ranges(files, KEYS, plan)
+    runs = [file for file in files if file.kind == KEYS and file.rows]
+    low, high = _extent(runs)
+    for spec in specs:
+        inner_low, inner_high = spec.descriptor["low"], spec.descriptor["high"]
+        least = key_from_json(inner_low["key"])[0] if inner_low else low
+        most = key_from_json(inner_high["key"])[0] if inner_high else high
+        met = [one.file for one in published.files if one.meets(least, most)] if published else []
+        spec.descriptor["published"] = {
+            "reading": published.reading if published and met else {},
+            "files": met,
+        }
+    return specs
+
+
+def _extent(runs: Sequence[StagedFile]) -> tuple[bytes | None, bytes | None]:
+    """Between which codes of the first column all keys lie; None where that is not known."""
+    least = min((key_from_json(file.stats["samples"][0])[0] for file in runs), default=None)
+    most = max((key_from_json(file.stats["last"])[0] for file in runs), default=None)
+    return least, None if most is None or len(most) >= MOST_KEY_BYTES else most
+
+
 def plan_ranges(files: Sequence[StagedFile], kind: str, plan: Plan) -> list[TaskSpec]:
     """Ranges of the runs of a kind, from their samples. They cover every row once, in order."""
     chains = chains_of(files, kind, plan)
@@ -156,9 +183,11 @@ def plan_ranges(files: Sequence[StagedFile], kind: str, plan: Plan) -> list[Task
         return []
     losers = [file.path for file in files if file.kind == LOSERS and file.rows] if kind == RUN else []
     total = sum(chain.raw_bytes for chain in chains)
+    # The hashes of a range of unique keys are held in memory, a data file is not.
+    most_bytes = FILE_RATIO * plan.file_size_bytes if kind == RUN else 2 * window_bytes(plan)
     wanted = max(
         1,
-        -(-total // max(1, FILE_RATIO * plan.file_size_bytes)),
+        -(-total // max(1, most_bytes)),
         min(TASKS_FOR_PARALLELISM, total // LEAST_RANGE_BYTES),
     )
     weights = _weights(chains)

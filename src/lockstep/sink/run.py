@@ -2,7 +2,7 @@
 
 A run holds rows in the order of the plan, in blocks of about a megabyte. Its manifest entry knows enough to
 plan a merge without opening it (`stats`): the number of blocks, bytes before compression, the largest
-block, and `samples`, the keys at which every `sampled`-th block begins, from block 0 on.
+block, and `samples`, the keys at which every `sampled`-th block begins, from block 0 on, and the `last` key.
 
 With a unique key a run carries the number of the task and of the record for each row, and has a narrow
 companion of the kind `keys`: unique columns and these numbers, sorted by the unique key.
@@ -119,7 +119,7 @@ class RunSink:
         rows = _combined(self._buffer)
         self._buffer = []
         if self._unique is not None:
-            self._write_sorted(KEYS, _key_rows(rows, self._unique), self._unique.keys, Fingerprint())
+            self._write_sorted(KEYS, key_rows(rows, self._unique), self._unique.keys, Fingerprint())
         self._write_sorted(RUN, rows, self._order.keys, self._fingerprint)
         self._fingerprint = Fingerprint()
         self._buffered_bytes = self._buffered_rows = 0
@@ -228,6 +228,7 @@ class RunFile:
         self._samples: list[Key] = []
         self.raw_bytes = 0
         self._block_bytes = 0
+        self._last: pa.RecordBatch | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -238,15 +239,18 @@ class RunFile:
         self._file.write(block)
         self.raw_bytes += block.nbytes
         self._block_bytes = max(self._block_bytes, block.nbytes)
+        self._last = block
 
     def finish(self, sum_of_rows: Fingerprint) -> StagedFile:
         step = _sampling(self._samples)
+        last = cut(key_of(self._last, self._last.num_rows - 1, self._keys)) if self._last else ()
         stats: Json = {
             "blocks": self._file.blocks,
             "raw_bytes": self.raw_bytes,
             "block_bytes": self._block_bytes,
             "sampled": step,
             "samples": [key_to_json(key) for key in self._samples[::step]],
+            "last": key_to_json(last),
         }
         return self._file.finish(self._kind, sum_of_rows, stats)
 
@@ -296,7 +300,7 @@ def _combined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=schema)
 
 
-def _key_rows(rows: pa.RecordBatch, unique: KeyColumns) -> pa.RecordBatch:
+def key_rows(rows: pa.RecordBatch, unique: KeyColumns) -> pa.RecordBatch:
     """The companion's columns: the unique key, task and record. 0.0 and -0.0 are one key."""
     narrow = unique.attach(rows).select([*(key.column for key in unique.keys), TASK, RECORD])
     columns = [c if not pa.types.is_floating(c.type) else _without_signed_zero(c) for c in narrow.columns]

@@ -1,0 +1,260 @@
+"""Which rows lose is the same for every way of getting there, and rows of the table always win."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+from pathlib import Path
+from random import Random
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.job import KEYS, ImportTerms, Json, SortKey
+from lockstep.passes import newest_runs, next_stage
+from lockstep.unique import Duplicate, UniqueReader, judge, published
+from tests.iceberg_tables import Lake
+from tests.runs_lab import Crashes, Row, RunsLab, batch_of, in_order, rows_of, small
+
+Tasks = list[list[Row]]
+POLICIES = ["error", "keep-first", "keep-last", "reject"]
+
+
+def expected_losers(tasks: Tasks, columns: list[int], policy: str) -> list[Row]:
+    """A plain model: the first row of a key wins, or the last one; NULL equals nothing."""
+    numbered = [(task, record, row) for task, rows in enumerate(tasks) for record, row in enumerate(rows)]
+    winners: dict[Row, tuple[int, int]] = {}
+    losers: list[Row] = []
+    for task, record, row in numbered if policy != "keep-last" else numbered[::-1]:
+        key = tuple(row[at] for at in columns)
+        if None in key:
+            continue
+        if key in winners:
+            losers.append((task, record, *winners[key], None))
+        else:
+            winners[key] = (task, record)
+    return sorted(losers, key=lambda row: row[:2])
+
+
+def batches(random: Random, tasks: Tasks) -> list[list[pa.RecordBatch]]:
+    return [
+        [batch_of(rows[at : at + 40]) for at in range(0, len(rows), 40)]
+        if random.random() < 0.5
+        else [batch_of(rows)]
+        for rows in tasks
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.sampled_from([0, 5, 100, 300]),
+    keys=st.sampled_from([2, 30, 10_000]),
+    columns=st.sampled_from([("v",), ("s",), ("s", "k")]),
+    policy=st.sampled_from(POLICIES),
+    tasks=st.integers(1, 4),
+    memory=st.sampled_from([600, 3000, 30_000]),
+    block=st.sampled_from([100, 2000]),
+    fan_in=st.sampled_from([2, 8, 64]),
+    crashing=st.booleans(),
+)
+def test_the_losers_are_the_same_for_any_buffers_passes_ranges_and_crashes(
+    seed: int,
+    count: int,
+    keys: int,
+    columns: tuple[str, ...],
+    policy: str,
+    tasks: int,
+    memory: int,
+    block: int,
+    fan_in: int,
+    crashing: bool,
+) -> None:
+    random = Random(seed)
+
+    def row() -> Row:
+        key = random.randint(0, keys)
+        return (
+            random.randint(0, 3),
+            None if key == 1 else "t" * (key % 40) + str(key),
+            None if key == 1 else key,
+        )
+
+    rows: Tasks = [[row() for _ in range(count // tasks)] for _ in range(tasks)]
+    crashes = Crashes(seed if crashing else None)
+    with tempfile.TemporaryDirectory() as folder, small(block, fan_in, 2000, long_run=3 * block):
+        lab = RunsLab(Path(folder), (SortKey("k"),), columns, policy, memory)
+        lab.map(batches(random, rows), crashes)
+        got = lab.rows(crashes)
+        wanted = expected_losers(rows, ["ksv".index(column) for column in columns], policy)
+        assert lab.losers() == wanted
+        lost = {(task, record) for task, record, *_ in wanted}
+        left = [
+            each
+            for task, members in enumerate(rows)
+            for record, each in enumerate(members)
+            if (task, record) not in lost
+        ]
+        assert got == in_order(left, [SortKey("k")])
+        found = judge(lab.files["unique"], lab.plan)
+    assert found.losers == len(wanted)
+    assert found.refused == (policy == "error" and bool(wanted))
+    assert found.first == (Duplicate(*wanted[0]) if wanted else None)
+
+
+def test_finding_losers_goes_on_after_any_position_in_the_middle_of_a_group(tmp_path: Path) -> None:
+    rows = [(1, "same" if at % 3 else str(at), at) for at in range(600)]
+    with small(block=200, least_range=10**9):
+        lab = RunsLab(tmp_path, unique=("s",), on_duplicate="keep-first", memory=2400)
+        lab.map([[batch_of(rows[at : at + 50]) for at in range(0, 600, 50)]])
+        reader = UniqueReader(lab.plan, lab.storage)
+        losers = places = 0
+        for task in next_stage("recombine", newest_runs(lab.files), lab.plan).tasks:
+            chunks = list(reader.read(task.descriptor, None, 1000))
+            after = [row for chunk in chunks for row in rows_of(chunk.batch)]
+            losers += len(after)
+            for chunk in chunks:
+                after = after[chunk.batch.num_rows :]
+                position = json.loads(json.dumps(chunk.position))
+                rest = reader.read(task.descriptor, position, 1000)
+                assert [row for one in rest for row in rows_of(one.batch)] == after
+                places += len(after) > 0
+    assert losers == 399
+    assert places > 10
+
+
+FLOATS: Json = {
+    "type": "struct",
+    "fields": [
+        {"id": 1, "name": "x", "type": "double", "required": False},
+        {"id": 2, "name": "n", "type": "long", "required": False},
+    ],
+}
+
+
+def test_null_equals_nothing_nan_is_one_value_and_so_is_zero(tmp_path: Path) -> None:
+    values = [None, None, math.nan, -math.nan, 0.0, -0.0, 1.0]
+    lab = RunsLab(tmp_path, (SortKey("n"),), ("x",), "keep-first", schema=FLOATS)
+    lab.map([[pa.record_batch({"x": pa.array(values, pa.float64()), "n": pa.array(range(7), pa.int64())})]])
+    kept = lab.rows()
+    assert [(row[0], row[1]) for row in lab.losers()] == [(0, 3), (0, 5)]
+    assert [row[1] for row in kept] == [0, 1, 2, 4, 6]
+
+
+def test_a_key_of_which_one_column_is_null_is_no_duplicate(tmp_path: Path) -> None:
+    lab = RunsLab(tmp_path, unique=("k", "s"), on_duplicate="error")
+    lab.map([[batch_of([(1, None, 1), (1, None, 2), (1, "a", 3), (1, "b", 4)])]])
+    lab.rows()
+    assert judge(lab.files["unique"], lab.plan).losers == 0
+
+
+# Against the table
+
+
+class TableLab(RunsLab):
+    """A table with rows, and an import into it that is unique by id."""
+
+    def __init__(self, folder: Path, lake: Lake, policy: str, memory: int = 30_000) -> None:
+        head = lake.target.load()
+        super().__init__(folder, (SortKey("id"),), ("id",), policy, memory, schema=head.schema)
+        self.plan = dataclasses.replace(self.plan, location=str(folder))
+
+    def take(self, ids: list[int | None]) -> None:
+        """Rows with these ids, of one task."""
+        columns = {
+            "id": pa.array(ids, pa.int64()),
+            "region": pa.nulls(len(ids), pa.string()),
+            "amount": pa.nulls(len(ids), pa.float64()),
+        }
+        self.map([[pa.record_batch(columns)]])
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    """Three files: ids 0 to 99, 100 to 199, and so on."""
+    lake = Lake(tmp_path)
+    lake.create()
+    lake.publish("aa", *(lake.stage(range(first, first + 100)) for first in (0, 100, 200)))
+    return lake
+
+
+@pytest.mark.parametrize(("policy", "refused"), [("error", True), ("keep-last", True), ("reject", False)])
+def test_a_row_of_the_table_wins_and_only_some_policies_accept_that(
+    tmp_path: Path, lake: Lake, policy: str, refused: bool
+) -> None:
+    lab = TableLab(tmp_path, lake, policy)
+    lab.take([500, 150, 150, 501])
+    kept = lab.rows(published=published(lake.table(), lab.plan))
+    found = judge(lab.files["unique"], lab.plan)
+    assert (found.losers, found.against_table, found.refused) == (2, 2, refused)
+    assert found.first is not None
+    assert (found.first.task, found.first.record, found.first.winner_task) == (0, 1, None)
+    assert (found.first.winner_file or "").endswith(".parquet")
+    assert found.first.winner_record == 50
+    assert [row[0] for row in kept] == [500, 501]
+
+
+def test_only_files_of_the_table_whose_bounds_meet_the_new_keys_are_read(tmp_path: Path, lake: Lake) -> None:
+    for number, (ids, files) in enumerate([([150, 160], 1), ([99, 100], 2), ([1000, 1001], 0), ([50], 1)]):
+        lab = TableLab(tmp_path / str(number), lake, "keep-first")
+        lab.take([*ids])
+        lab.rows(published=published(lake.table(), lab.plan))
+        assert lab.files_read == files, ids
+        assert judge(lab.files["unique"], lab.plan).losers == (0 if files == 0 else len(ids))
+
+
+def test_a_range_reads_only_the_files_that_meet_it(tmp_path: Path, lake: Lake) -> None:
+    with small(block=200, least_range=1000):
+        lab = TableLab(tmp_path, lake, "keep-first", memory=2000)
+        lab.take([*range(300, 0, -1), None, None])
+        kept = lab.rows(published=published(lake.table(), lab.plan))
+        ranges = dict(lab.stages)["unique"]
+    assert ranges > 4
+    assert lab.files_read < 2 * ranges
+    assert [row[0] for row in kept] == [None, None, 300]
+
+
+def test_an_empty_table_has_nothing_to_compare_with(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    lake.create()
+    lab = TableLab(tmp_path, lake, "error")
+    lab.take([1, 2])
+    lab.rows(published=published(lake.table(), lab.plan))
+    assert lab.files_read == 0
+    assert judge(lab.files["unique"], lab.plan).losers == 0
+
+
+def test_new_rows_against_the_table_are_judged_alike_for_any_buffers_and_crashes(
+    tmp_path: Path, lake: Lake
+) -> None:
+    random = Random(11)
+    ids: list[int | None] = [random.randint(0, 600) for _ in range(400)]
+    outcomes = []
+    for number, memory in enumerate([600, 5000, 10**6]):
+        with small(block=200, fan_in=3, least_range=1000):
+            lab = TableLab(tmp_path / str(number), lake, "keep-first", memory)
+            lab.take(ids)
+            kept = lab.rows(Crashes(number), published(lake.table(), lab.plan))
+            outcomes.append((kept, lab.losers(), judge(lab.files["unique"], lab.plan)))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert [row[0] for row in outcomes[0][0]] == sorted({i for i in ids if i is not None and i >= 300})
+
+
+def test_companions_of_runs_hold_the_key_and_the_numbers_of_rows_alone(tmp_path: Path) -> None:
+    lab = RunsLab(tmp_path, unique=("s",))
+    lab.map([[], [batch_of([(3, "b", 0), (1, "a", 1), (2, "b", 2)])]])
+    (keys,) = [file for file in lab.files["map"] if file.kind == KEYS]
+    rows = pa.ipc.open_file(keys.path).read_all().to_pylist()
+    assert rows == [
+        {"s": "a", "_lockstep_task": 1, "_lockstep_record": 1},
+        {"s": "b", "_lockstep_task": 1, "_lockstep_record": 0},
+        {"s": "b", "_lockstep_task": 1, "_lockstep_record": 2},
+    ]
+
+
+def test_the_terms_that_are_tested_are_those_that_people_can_ask_for() -> None:
+    assert ImportTerms().on_duplicate in POLICIES
