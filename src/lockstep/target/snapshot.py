@@ -6,7 +6,7 @@ Everything here only writes new metadata files; nothing is visible before the ca
 from __future__ import annotations
 
 import json
-from base64 import b64decode
+from binascii import a2b_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from struct import pack
@@ -438,4 +438,4 @@ def _counts(stats: Json, name: str) -> dict[int, int] | None:
 
 def _bounds(stats: Json, name: str) -> dict[int, bytes] | None:
     found = stats.get(name)
-    return {int(column): b64decode(bound) for column, bound in found.items()} if found is not None else None
+    return {int(column): a2b_base64(bound) for column, bound in found.items()} if found is not None else None
