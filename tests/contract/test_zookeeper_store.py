@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -399,20 +399,27 @@ def test_what_was_answered_survives_the_death_of_the_server(tmp_path: Path) -> N
         for thread in threads:
             thread.start()
         for _ in range(3):
-            time.sleep(random.uniform(0.3, 0.8))
+            await_more(answered, random.randint(6, 20))
             server.kill()
             server.start()
-        time.sleep(0.3)
+        await_more(answered, 6)
         stopped.set()
         for thread in threads:
             thread.join()
         check_always_true(store)
         kept = {file.path for job in store.list() for file in store.manifest(job.job_id, "write")}
-        assert len(answered) > 20
         assert {path for _, path in answered} <= kept
         store.close()
     finally:
         server.kill()
+
+
+def await_more(answers: Sequence[object], count: int, within_s: float = 60.0) -> None:
+    wanted = len(answers) + count
+    deadline = time.monotonic() + within_s
+    while len(answers) < wanted:
+        assert time.monotonic() < deadline, f"{len(answers)} answers; {wanted} were awaited"
+        time.sleep(0.01)
 
 
 def resent(verb: Callable):
