@@ -1,4 +1,4 @@
-"""Raw files as the input of an import: CSV and JSON lines, from disks and object stores, compressed or not.
+"""Raw files as the input of an import: CSV, JSON lines, Parquet and Avro, local or not.
 
 Files cannot be frozen, so a pin is a list of names, sizes and identities; a file that changed or went away
 since is `Corrupt`, looked for before the first row and again before the last one of each task.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from lockstep.errors import Corrupt, Invalid
 from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
 from lockstep.source import Chunk, ParseOptions, PartInfo, Pin, Place, SourceTable
+from lockstep.source.files_avro import AvroRows
 from lockstep.source.files_blocks import Dialect, Records
 from lockstep.source.files_csv import CsvParser, dialect_of
 from lockstep.source.files_describe import Described, describe_csv
@@ -31,7 +32,10 @@ from lockstep.source.files_open import (
     identity_of,
     require_unchanged,
 )
-from lockstep.source.files_text import TextReader, pieces_of, plan_text
+from lockstep.source.files_parquet import ParquetRows
+from lockstep.source.files_rows import RowFormat, locate_row, plan_rows, read_rows
+from lockstep.source.files_text import TextReader, plan_text
+from lockstep.source.parquet_footer import agreed
 from lockstep.storage import Storage, StoredFile
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 PIN_KIND: Final = "files"
 FORMATS: Final = ("csv", "json", "parquet", "avro")
+TEXT_FORMATS: Final = ("csv", "json")
 _SUFFIXES: Final = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -78,7 +83,7 @@ class FilesInput:
                 return describe_csv(self._storage, self._raw_files(), self._options)
             if format == "json":
                 return describe_json(self._storage, self._raw_files(), self._options)
-            raise Invalid(f"Lockstep does not read {format} yet")
+            return self._describe_rows(_row_format(self._storage, format))
         except Corrupt as error:
             raise Invalid(error.message, hint=error.hint) from error
 
@@ -111,10 +116,19 @@ class FilesInput:
         parts = [PartInfo(file.url, file.rows or 0, file.size_bytes, Piece(file.url)) for file in files]
         return Pin(detail, parts, sum(part.rows for part in parts))
 
+    def _describe_rows(self, format: RowFormat) -> Described:
+        files = [RawFile(file.url, file.size_bytes, "") for file in self._files]
+        columns = list(format.columns(files[0]))
+        for file in files[1:]:
+            columns = agreed(columns, format.columns(file), files[0].url, file.url)
+        return Described(columns, (), files, 1.0)
+
     def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
         """A limit on the records makes one task of all: only so can they be counted."""
         frozen = _Frozen.of(pin.detail)
         whole = frozen.options.limit is not None
+        if (rows := _row_format_of(self._storage, frozen.format)) is not None:
+            return plan_rows(frozen.files, rows, task_bytes, whole=whole)
         return plan_text(
             self._storage, frozen.files, frozen.records, task_bytes, frozen.record_bytes, whole=whole
         )
@@ -128,11 +142,10 @@ class FilesInput:
         batch_bytes: int,
     ) -> Iterator[Chunk]:
         frozen = _Frozen.of(pin)
-        files = [frozen.files[number] for number in dict.fromkeys(p.file for p in pieces_of(descriptor))]
+        files = [frozen.files[number] for number in dict.fromkeys(p[0] for p in descriptor["pieces"])]
         self._require_unchanged(files)
         held: Chunk | None = None
-        reader = TextReader(self._storage, frozen.files, frozen.records, frozen.options.limit)
-        for chunk in reader.read(descriptor, position, frozen.parsers(columns), batch_bytes):
+        for chunk in self._chunks(frozen, descriptor, position, columns, batch_bytes):
             if held is not None:
                 yield held
             held = chunk
@@ -141,8 +154,24 @@ class FilesInput:
             self._require_unchanged(files)
             yield held
 
+    def _chunks(
+        self,
+        frozen: _Frozen,
+        descriptor: Json,
+        position: Position | None,
+        columns: Sequence[ColumnMap],
+        batch_bytes: int,
+    ) -> Iterator[Chunk]:
+        limit = frozen.options.limit
+        if (rows := _row_format_of(self._storage, frozen.format)) is not None:
+            return read_rows(frozen.files, rows, descriptor, position, columns, batch_bytes, limit)
+        reader = TextReader(self._storage, frozen.files, frozen.records, limit)
+        return reader.read(descriptor, position, frozen.parsers(columns), batch_bytes)
+
     def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
         frozen = _Frozen.of(pin)
+        if frozen.format not in TEXT_FORMATS:
+            return locate_row(frozen.files, descriptor, record)
         return TextReader(self._storage, frozen.files, frozen.records, None).locate(descriptor, record)
 
     def close(self) -> None:
@@ -176,6 +205,14 @@ class FilesInput:
             compression = compression_of(file.url, head, self._options.compression)
             files.append(RawFile(file.url, file.size_bytes, "", compression))
         return files
+
+
+def _row_format_of(storage: Storage, format: str) -> RowFormat | None:
+    return None if format in TEXT_FORMATS else _row_format(storage, format)
+
+
+def _row_format(storage: Storage, format: str) -> RowFormat:
+    return AvroRows(storage) if format == "avro" else ParquetRows(storage)
 
 
 def format_of(url: str) -> str | None:

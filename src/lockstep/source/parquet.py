@@ -8,7 +8,6 @@ that stands both in the path and in the files is read from the files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -20,6 +19,7 @@ from lockstep.schema import conform
 from lockstep.source import Chunk, PartInfo, PartitionInfo, Pin, SourceColumn, SourceField, SourceTable
 from lockstep.source.extent import bounds_of, distinct
 from lockstep.source.parquet_batches import RowGroupReader, open_parquet
+from lockstep.source.parquet_footer import Footer, agreed, read_footer, unreadable
 from lockstep.source.parquet_layout import (
     Layout,
     PathColumn,
@@ -28,21 +28,10 @@ from lockstep.source.parquet_layout import (
     list_data_files,
     read_layout,
 )
-from lockstep.source.parquet_types import exact_type
-from lockstep.storage import Storage, StoredFile, translated
+from lockstep.storage import Storage, StoredFile
 
 if TYPE_CHECKING:
     from lockstep.config import Config
-
-
-@dataclass(frozen=True)
-class _Footer:
-    """What is needed of a file's metadata, without keeping all of it."""
-
-    rows: int
-    groups: Sequence[tuple[int, int]]
-    """Rows and decoded bytes of each row group."""
-    columns: Sequence[SourceColumn]
 
 
 class ParquetSource:
@@ -51,7 +40,7 @@ class ParquetSource:
     def __init__(self, address: str, config: Config) -> None:
         self._storage = Storage(config.storage)
         self._root = absolute_root(address, config.root)
-        self._footers: dict[tuple[str, str], _Footer] = {}
+        self._footers: dict[tuple[str, str], Footer] = {}
 
     def describe(self) -> SourceTable:
         """Raises: Invalid if there is no such folder, if it has no files, or if their schemas differ."""
@@ -176,7 +165,7 @@ class ParquetSource:
             )
         columns = list(self._footer(files[0]).columns)
         for file in files[1:]:
-            columns = _agreed(columns, self._footer(file).columns, files[0].url, file.url)
+            columns = agreed(columns, self._footer(file).columns, files[0].url, file.url)
         names = {column.name for column in columns}
         return columns + [
             SourceColumn(key.name, f"{key.type} in the path", key.type, nullable=True)
@@ -222,15 +211,15 @@ class ParquetSource:
             found.append(file)
         return found
 
-    def _footer(self, file: StoredFile) -> _Footer:
+    def _footer(self, file: StoredFile) -> Footer:
         key = (file.url, file.etag)
         if key not in self._footers:
             try:
                 opened = open_parquet(self._storage, file.url)
                 with opened:
-                    self._footers[key] = _read_footer(opened)
+                    self._footers[key] = read_footer(opened)
             except (pa.ArrowException, OSError) as error:
-                raise _unreadable(error, file.url, Invalid) from error
+                raise unreadable(error, file.url, Invalid) from error
         return self._footers[key]
 
     def _groups(
@@ -248,7 +237,7 @@ class ParquetSource:
                     for row, batch in reader.batches(opened, group, skip if group == first else 0):
                         yield group, row, batch
         except (pa.ArrowException, OSError) as error:
-            raise _unreadable(error, file.url, Corrupt) from error
+            raise unreadable(error, file.url, Corrupt) from error
 
     def _all_rows(self, pin: Pin, columns: Sequence[ColumnMap]) -> Iterator[pa.RecordBatch]:
         for task in self.plan_tasks(pin, 1 << 62):
@@ -308,77 +297,3 @@ def _remaining(
             yield index, position["row_group"], last, position["row"]
     if not reached:
         raise Corrupt(f"the checkpoint {position} lies outside of its task")
-
-
-def _unreadable(error: Exception, url: str, otherwise: type[Corrupt] | type[Invalid]) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None:
-        return translated(error, "read", url)
-    reason = (str(error).splitlines() or ["unknown"])[0]
-    return otherwise(
-        f"cannot read {url} as Parquet: {reason}",
-        hint="if it is not a data file, move it away or let its name begin with _",
-    )
-
-
-def _read_footer(opened: pq.ParquetFile) -> _Footer:
-    metadata = opened.metadata
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    int96 = {
-        metadata.schema.column(i).path.split(".")[0]
-        for i in range(metadata.num_columns)
-        if metadata.schema.column(i).physical_type == "INT96"
-    }
-    columns = [_source_column(field, field.name.split(".")[0] in int96) for field in opened.schema_arrow]
-    return _Footer(metadata.num_rows, [(g.num_rows, g.total_byte_size) for g in groups], columns)
-
-
-def _source_column(field: pa.Field, is_int96: bool) -> SourceColumn:
-    exact = exact_type(field.type)
-    if is_int96 and exact.type is not None:
-        return SourceColumn(
-            field.name,
-            "INT96",
-            None,
-            field.nullable,
-            exact.type,
-            "it holds nanoseconds, Iceberg microseconds",
-        )
-    return SourceColumn(
-        field.name, str(field.type), exact.type, field.nullable, exact.lossy_type, exact.problem
-    )
-
-
-def _agreed(
-    columns: Sequence[SourceColumn], others: Sequence[SourceColumn], first: str, file: str
-) -> list[SourceColumn]:
-    """The columns of both files: the order may differ; NULL is possible where either may have it."""
-    by_name = {column.name: column for column in others}
-    for column in columns:
-        other = by_name.pop(column.name, None)
-        if other is None:
-            raise _differs(file, f'it has no column "{column.name}", and {first} has')
-        same = column.type == other.type and (
-            column.type is not None or column.native_type == other.native_type
-        )
-        if not same:
-            raise _differs(
-                file, f'column "{column.name}" is {other.native_type}, and {column.native_type} in {first}'
-            )
-    if by_name:
-        raise _differs(file, f'it has a column "{next(iter(by_name))}", and {first} has not')
-    nullable = {column.name for column in others if column.nullable}
-    return [
-        column if column.nullable or column.name not in nullable else _made_nullable(column)
-        for column in columns
-    ]
-
-
-def _made_nullable(column: SourceColumn) -> SourceColumn:
-    return SourceColumn(column.name, column.native_type, column.type, True, column.lossy_type, column.problem)
-
-
-def _differs(file: str, difference: str) -> Invalid:
-    return Invalid(
-        f"the schema of {file} differs: {difference}",
-        hint="rewrite the file, or export its folder on its own",
-    )
