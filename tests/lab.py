@@ -219,7 +219,7 @@ class Lab:
     def jobs(self, target: str | None = None) -> list[Job]:
         return [job for job in self.store().list() if target in {None, job.plan.target.rpartition("/")[2]}]
 
-    def wait_for_end(self, job_id: str, timeout_s: float = 90) -> Job:
+    def wait_for_end(self, job_id: str, timeout_s: float = 150) -> Job:
         """Wait for a worker in another process to end the job."""
         self.wait_until(lambda: not self.store().read(job_id).state.live, timeout_s)
         return self.store().read(job_id)
@@ -247,7 +247,7 @@ class Lab:
                 except sqlite3.OperationalError:
                     os.killpg(group, signal.SIGCONT)
 
-    def wait_for_state(self, *states: State, timeout_s: float = 60) -> Job:
+    def wait_for_state(self, *states: State, timeout_s: float = 120) -> Job:
         """The first job that reaches one of these states."""
         found: list[Job] = []
 
@@ -258,7 +258,7 @@ class Lab:
         self.wait_until(reached, timeout_s)
         return found[0]
 
-    def wait_until(self, reached: Callable[[], bool], timeout_s: float = 60) -> None:
+    def wait_until(self, reached: Callable[[], bool], timeout_s: float = 120) -> None:
         """Poll for what another process is about to do."""
         deadline = time.monotonic() + timeout_s
         while not reached():
