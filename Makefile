@@ -1,32 +1,35 @@
 SEEDS ?= 1000
 
-.PHONY: help setup check test test-quick simulate matrix demo bench bench-quick lock clean
+.PHONY: help setup base check test test-quick simulate matrix demo bench bench-quick lock clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-setup: ## .venv, Java, PostgreSQL, the Iceberg JVM runtime; silent when there is nothing to do
+setup: ## .venv, Java, the Iceberg JVM runtime, the servers of the tests; silent when there is nothing to do
 	@scripts/setup.sh
 
-check: setup ## formatting, lint, types, layers
+base: # the same without the servers of the tests
+	@scripts/setup.sh base
+
+check: base ## formatting, lint, types, layers
 	@.venv/bin/ruff format --check --quiet
 	@.venv/bin/ruff check --quiet
 	@.venv/bin/mypy --no-error-summary
 	@.venv/bin/lint-imports --no-logo --no-cache
 
-test: check ## everything: checks and all tests
+test: setup check ## everything: checks and all tests
 	@.venv/bin/pytest
 
-test-quick: setup ## tests that start neither Spark nor a server, under 2 minutes
+test-quick: base ## tests that start neither Spark nor a server, under 2 minutes
 	@.venv/bin/pytest -m "not servers"
 
 matrix: setup ## run the crash matrix and write its results into docs/guarantees.md
 	@LOCKSTEP_WRITE_MATRIX=1 .venv/bin/pytest tests/crash/test_crash_matrix.py
 
-simulate: setup ## SEEDS=1000 simulated runs of store, worker and commit; SEED=n shows one of them
+simulate: base ## SEEDS=1000 simulated runs of store, worker and commit; SEED=n shows one of them
 	@.venv/bin/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
-demo: setup ## the main job end to end, with a crash in the middle
+demo: base ## the main job end to end, with a crash in the middle
 	@.venv/bin/lockstep demo
 
 bench: setup ## throughput beside the peers, what the stores cost per task, and a commit of 100,000 files
@@ -34,7 +37,7 @@ bench: setup ## throughput beside the peers, what the stores cost per task, and 
 	@.venv/bin/python bench/store.py
 	@.venv/bin/python bench/commit.py
 
-bench-quick: setup ## the same on little data
+bench-quick: base ## the same on little data
 	@.venv/bin/python bench/run.py --quick
 	@.venv/bin/python bench/store.py --quick
 	@.venv/bin/python bench/commit.py --quick

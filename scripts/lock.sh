@@ -12,5 +12,6 @@ compile() { # OUTPUT INPUT... [OPTION...]
         --custom-compile-command "make lock" --output-file "requirements/$output" "$@"
 }
 compile uv.txt requirements/uv.in "$@"
+compile go.txt requirements/go.in "$@"
 compile runtime.txt pyproject.toml --constraint requirements/constraints.txt "$@"
 compile dev.txt pyproject.toml requirements/dev.in --all-extras --constraint requirements/runtime.txt "$@"

@@ -1,29 +1,40 @@
 #!/usr/bin/env bash
-# Everything that the project needs: .venv, and Java, PostgreSQL, ZooKeeper, uv and the Iceberg JVM runtime outside the tree.
-# Does nothing, silently, when all of it is there.
+# Everything that the project needs: .venv and the Iceberg JVM runtime, and the servers that `make test` starts, outside the
+# tree. `setup.sh base` leaves the servers out. Does nothing, silently, when all of it is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
+source scripts/jars.sh
+source scripts/servers.sh
 
 STAMP=.venv/.lockstep-setup
 
-main() {
-    local wanted
+main() { # [base]
+    local wanted with_servers=yes
+    [[ ${1:-} != base ]] || with_servers=
     ensure_java
-    ensure_postgresql
-    ensure_zookeeper
     wanted=$(fingerprint)
-    if [[ $(cat "$STAMP" 2>/dev/null) == "$wanted" ]] && .venv/bin/python -c '' 2>/dev/null && jars_present; then
+    if is_ready "$wanted" && { [[ -z $with_servers ]] || servers_present; }; then
         return
     fi
     # Two at a time would write the same files.
     mkdir -p "$CACHE"
     exec 9>"$CACHE/setup.lock"
     flock 9
-    ensure_venv
-    ensure_jars
-    printf '%s\n' "$wanted" >"$STAMP"
+    uv_into_cache
+    # The longest piece of work goes first, beside the others.
+    [[ -z $with_servers ]] || start_go_servers
+    if ! is_ready "$wanted"; then
+        ensure_venv
+        ensure_jars jars jars.txt
+        printf '%s\n' "$wanted" >"$STAMP"
+    fi
+    [[ -z $with_servers ]] || ensure_servers
     say "ready: .venv/bin/lockstep"
+}
+
+is_ready() { # FINGERPRINT
+    [[ $(cat "$STAMP" 2>/dev/null) == "$1" ]] && .venv/bin/python -c '' 2>/dev/null && jars_present jars jars.txt
 }
 
 # A clone that was moved needs its environment again: the paths in it are absolute.
@@ -32,7 +43,6 @@ fingerprint() {
 }
 
 ensure_venv() {
-    uv_into_cache
     if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         say "creating .venv with $PYTHON"
         "$UV" venv --quiet --clear --python "$PYTHON" .venv
@@ -66,76 +76,4 @@ ensure_java() {
         "Install one (Debian: apt-get install openjdk-17-jre-headless) or point JAVA_HOME to it."
 }
 
-# Tests start servers of their own; the one that the Debian package would run is not wanted.
-ensure_postgresql() {
-    if command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null; then
-        return
-    fi
-    # Only tests need it, and they say so themselves: everything else works without.
-    if ! can_apt; then
-        say "no PostgreSQL server is here, which \`make test\` needs (Debian: apt-get install postgresql)"
-        return
-    fi
-    apt_install postgresql-common || die "PostgreSQL could not be installed. The message of apt-get is above."
-    local settings=/etc/postgresql-common/createcluster.conf
-    if ! grep -qs '^create_main_cluster' "$settings"; then
-        echo 'create_main_cluster = false' >>"$settings"
-    fi
-    apt_install postgresql || die "PostgreSQL could not be installed. The message of apt-get is above."
-}
-
-# Only its jar is used: tests start servers of their own. The system service is another package, zookeeperd.
-ensure_zookeeper() {
-    [[ ! -e ${LOCKSTEP_ZOOKEEPER_JARS:-/usr/share/java}/zookeeper.jar ]] || return 0
-    if ! can_apt; then
-        say "no ZooKeeper is here, which \`make test\` needs (Debian: apt-get install zookeeper)"
-        return
-    fi
-    apt_install zookeeper || die "ZooKeeper could not be installed. The message of apt-get is above."
-}
-
-jar_path() { # COORDINATES
-    local artifact=${1#*:}
-    printf '%s/jars/%s.jar' "$CACHE" "${artifact/:/-}"
-}
-
-# Succeeds if every jar is there. They were checked when they came, and appear in one step.
-jars_present() {
-    local coordinates
-    while read -r coordinates _; do
-        [[ -e $(jar_path "$coordinates") ]] || return 1
-    done < <(grep -v '^#' scripts/jars.txt)
-}
-
-ensure_jars() {
-    local coordinates checksum
-    while read -r coordinates checksum; do
-        [[ -e $(jar_path "$coordinates") ]] || fetch_jar "$coordinates" "$checksum"
-    done < <(grep -v '^#' scripts/jars.txt)
-}
-
-fetch_jar() { # COORDINATES SHA256
-    local path fresh jar
-    path=$(jar_path "$1")
-    if ! command -v mvn >/dev/null; then
-        can_apt && apt_install maven || die "Maven is needed to fetch $1. Install it (Debian: maven)."
-    fi
-    say "fetching $1"
-    mkdir -p "$CACHE/jars"
-    fresh=$(mktemp -d "$CACHE/jars/fetch.XXXXXX")
-    jar=$fresh/${path##*/}
-    if ! mvn -q -B org.apache.maven.plugins:maven-dependency-plugin:3.6.1:copy \
-        -Dartifact="$1" -DoutputDirectory="$fresh" </dev/null >"$fresh/log" 2>&1; then
-        cat "$fresh/log" >&2
-        rm -rf "$fresh"
-        die "Maven could not fetch $1. Its message is above."
-    fi
-    if ! echo "$2  $jar" | sha256sum --check --quiet - >&2; then
-        rm -rf "$fresh"
-        die "$1 is not the file that scripts/jars.txt names. It was thrown away: clear it from ~/.m2 and try again."
-    fi
-    mv "$jar" "$path"
-    rm -rf "$fresh"
-}
-
-main
+main "$@"
