@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pytest
@@ -13,11 +14,13 @@ import pytest
 from lockstep.runtime import new_id
 from lockstep.source.chdb_launch import IDLE_VARIABLE
 from lockstep.store import open_store, sql_schema
-from tests import readers, servers
+from tests import object_servers, readers, servers
 from tests.lab import Lab, chdb_pid
 from tests.store_lab import DatabaseClock, Stores
 from tests.zookeeper_server import ZooKeeperServer
 from tests.zygote import Zygote
+
+ServerT = TypeVar("ServerT", bound=object_servers.Server)
 
 
 @pytest.fixture(scope="session")
@@ -77,12 +80,27 @@ def lab(tmp_path: Path, chdb_folder: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def manned_lab(tmp_path_factory: pytest.TempPathFactory, chdb_folder: Path) -> Iterator[Lab]:
+def manned_lab(
+    tmp_path_factory: pytest.TempPathFactory,
+    chdb_folder: Path,
+    minio: object_servers.Minio,
+    rest_catalog: object_servers.RestCatalog,
+) -> Iterator[Lab]:
     """A lab with a worker that lives through the whole session, for tests that kill no process.
 
-    Each test takes names of its own for its source and its target.
+    Each test takes names of its own for its source and its target. Beside its lake of local files it has two
+    in MinIO: `rest` with a REST catalog, and `bucket` with a SQL catalog.
     """
-    lab = Lab(tmp_path_factory.mktemp("manned"), chdb_folder)
+    folder = tmp_path_factory.mktemp("manned")
+    minio.make_bucket("bucket")
+    bucket = {
+        "type": "sql",
+        "uri": f"sqlite:///{folder}/bucket.db",
+        "warehouse": "s3://bucket/warehouse",
+        **object_servers.s3_properties(minio.url),
+    }
+    catalogs = {"catalogs.rest": rest_catalog.properties(), "catalogs.bucket": bucket}
+    lab = Lab(folder, chdb_folder, settings=catalogs)
     with lab.started("worker"):
         yield lab
     lab.close()
@@ -120,6 +138,37 @@ def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeperSer
     except servers.Missing as missing:
         pytest.fail(str(missing), pytrace=False)
     server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def minio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object_servers.Minio]:
+    """Object storage that nobody kills. A test that asks for it carries `@pytest.mark.servers`."""
+    yield from _running(object_servers.Minio(tmp_path_factory.mktemp("minio")))
+
+
+@pytest.fixture(scope="session")
+def rest_catalog(
+    minio: object_servers.Minio, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[object_servers.RestCatalog]:
+    """A REST catalog whose tables lie in the bucket `rest` of `minio`. Nobody kills it."""
+    minio.make_bucket("rest")
+    folder = tmp_path_factory.mktemp("rest-catalog")
+    yield from _running(object_servers.RestCatalog(folder, minio, "s3://rest/warehouse"))
+
+
+@pytest.fixture(scope="session")
+def toxiproxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object_servers.Toxiproxy]:
+    """A test that asks for it carries `@pytest.mark.servers`."""
+    yield from _running(object_servers.Toxiproxy(tmp_path_factory.mktemp("toxiproxy")))
+
+
+def _running(server: ServerT) -> Iterator[ServerT]:
+    try:
+        server.start()
+    except servers.Missing as missing:
+        pytest.fail(str(missing), pytrace=False)
     yield server
     server.kill()
 
@@ -212,6 +261,7 @@ def store_factory(request: pytest.FixtureRequest) -> Stores:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test-quick` starts neither Spark nor a server: asking for one without the marker is an error."""
     for item in items:
-        asked = {"spark", "postgresql", "zookeeper"} & {*getattr(item, "fixturenames", ())}
+        kinds = {"spark", "postgresql", "zookeeper", "minio", "toxiproxy"}
+        asked = kinds & {*getattr(item, "fixturenames", ())}
         if asked and item.get_closest_marker("servers") is None:
             raise pytest.UsageError(f"{item.nodeid} uses {asked.pop()} and lacks @pytest.mark.servers")

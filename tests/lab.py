@@ -37,12 +37,18 @@ COMMAND = str(Path(sys.executable).with_name("lockstep"))
 LIMITS = {"lease_s": 5, "task_memory": "128MB"}
 
 
-def _settings(store_url: str | None, spark: Mapping[str, object], limits: Mapping[str, object]) -> str:
+Settings = Mapping[str, Mapping[str, object]]
+
+
+def _settings(
+    store_url: str | None, spark: Mapping[str, object], limits: Mapping[str, object], more: Settings
+) -> str:
     """`lockstep.toml`: a JSON value is a TOML value as well."""
-    tables: dict[str, dict[str, object]] = {
+    tables: dict[str, Mapping[str, object]] = {
         "store": {"url": store_url} if store_url else {},
         "spark": {"master": "local[2]", **spark},
         "limits": {**LIMITS, **limits},
+        **more,
     }
     return "".join(
         f"[{name}]\n" + "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in table.items())
@@ -75,7 +81,8 @@ def die_with_parent() -> None:
 class Lab:
     """A working folder with `lockstep.toml`; each test has its own store and lake, and shares one chDB.
 
-    `store_url` None: a SQLite file in the folder.
+    `store_url` None: a SQLite file in the folder. `settings`: more tables of `lockstep.toml`, by their name
+    there, such as `catalogs.other`.
     """
 
     def __init__(
@@ -86,11 +93,12 @@ class Lab:
         *,
         spark: Mapping[str, object] | None = None,
         limits: Mapping[str, object] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self.folder = folder
         self.chdb = chdb
         self.clickhouse = open_clickhouse(chdb)
-        (folder / "lockstep.toml").write_text(_settings(store_url, spark or {}, limits or {}))
+        (folder / "lockstep.toml").write_text(_settings(store_url, spark or {}, limits or {}, settings or {}))
         self.config = load_config(folder / "lockstep.toml")
         self._store: JobStore | None = None
         self.database = f"lab_{re.sub('[^a-zA-Z0-9]', '_', folder.name)}"
@@ -267,17 +275,15 @@ class Lab:
                 raise AssertionError(f"it did not happen within {timeout_s} s; jobs: {states}")
             time.sleep(0.05)
 
-    def table(self, name: str = "db.events") -> Table:
-        return load_catalog("lake", **self.config.catalogs["lake"]).load_table(name)
+    def table(self, name: str = "db.events", catalog: str = "lake") -> Table:
+        return load_catalog(catalog, **self.config.catalogs[catalog]).load_table(name)
 
     def has_table(self, name: str = "db.events") -> bool:
         return load_catalog("lake", **self.config.catalogs["lake"]).table_exists(name)
 
     def target_rows(self, name: str = "db.events") -> list[tuple[Any, ...]]:
         """What DuckDB reads of the published table, in the columns and order of `source_rows`."""
-        rows: pa.Table = read_with_duckdb(self.table(name).metadata_location)
-        picked = rows.select(["id", "name", "amount", "note"]).sort_by("id").to_pylist()
-        return [(row["id"], row["name"], row["amount"], row["note"]) for row in picked]
+        return picked(read_with_duckdb(self.table(name).metadata_location))
 
     def make_target(self, name: str, transform: str, column: str) -> None:
         """A table as `--create` makes it for `make_events`, but partitioned in another way."""
@@ -294,9 +300,9 @@ class Lab:
         field = PartitionField(source_id, 1000, parse_transform(transform), "bucket")
         catalog.create_table(name, schema=schema, partition_spec=PartitionSpec(field))
 
-    def lineage(self, name: str = "db.events") -> list[int]:
+    def lineage(self, name: str = "db.events", catalog: str = "lake") -> list[int]:
         """The snapshots of the main branch, oldest first; fails if the history is not one line."""
-        metadata = self.table(name).metadata
+        metadata = self.table(name, catalog).metadata
         ours = [s.snapshot_id for s in metadata.snapshots if not _is_fence(s)]
         line: list[int] = []
         snapshot = metadata.current_snapshot()
@@ -314,6 +320,12 @@ class Lab:
         assert len(self.lineage(target)) == jobs
         completed = [job for job in self.jobs(target) if job.state is State.COMPLETED]
         assert sorted(self.lineage(target)) == sorted(job.snapshot_id or 0 for job in completed)
+
+
+def picked(rows: pa.Table) -> list[tuple[Any, ...]]:
+    """Rows of `make_events` in the columns and order of `source_rows`."""
+    found = rows.select(["id", "name", "amount", "note"]).sort_by("id").to_pylist()
+    return [(row["id"], row["name"], row["amount"], row["note"]) for row in found]
 
 
 def _is_fence(snapshot: Snapshot) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ from lockstep.worker import Worker
 from tests.zygote import Child, Zygote
 
 SLOTS = 2
+NEW_MOUNTS, NEW_USER = 0x00020000, 0x10000000
+PRIVATE_MOUNTS = 0x4000 | 0x40000
 STATE_VARIABLE = "LOCKSTEP_FAILPOINTS_STATE"
 
 
@@ -47,6 +50,27 @@ def work(*job_ids: str) -> None:
     config = load_config()
     store = open_store(config.store_url)
     Worker(config, store, job_ids=job_ids, engine=ForkEngine(zygote)).run("jobs_ended")
+
+
+def toil(config: str = "lockstep.toml") -> None:
+    """`lockstep worker`, with forked processes in Spark's place: whatever the store holds, without end."""
+    zygote = Zygote.fork()
+    settings = load_config(Path(config))
+    Worker(settings, open_store(settings.store_url), engine=ForkEngine(zygote)).run("forever")
+
+
+def toil_on_a_small_disk(folder: str, size_bytes: str) -> None:
+    """`toil`, where this folder is a disk of its own with that little room. Only this process sees it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    spaces = NEW_MOUNTS if os.geteuid() == 0 else NEW_MOUNTS | NEW_USER
+    here, options = folder.encode(), f"size={size_bytes}".encode()
+    if (
+        libc.unshare(spaces)
+        or libc.mount(b"none", b"/", None, PRIVATE_MOUNTS, None)
+        or libc.mount(b"tmpfs", here, b"tmpfs", 0, options)
+    ):
+        raise OSError(ctypes.get_errno(), f"cannot mount a small disk at {folder}")
+    toil()
 
 
 class Troupe:

@@ -28,9 +28,13 @@ def cache_folder() -> Path:
 
 
 def iceberg_jar() -> Path:
-    jars = sorted((cache_folder() / "jars").glob("iceberg-spark-runtime-*.jar"))
+    return _jar("iceberg-spark-runtime")
+
+
+def _jar(name: str) -> Path:
+    jars = sorted((cache_folder() / "jars").glob(f"{name}-*.jar"))
     if not jars:
-        raise AssertionError(f"no Iceberg JVM runtime under {cache_folder()}: run `make setup`")
+        raise AssertionError(f"no {name} under {cache_folder()}: run `make setup`")
     return jars[-1]
 
 
@@ -43,11 +47,13 @@ class SparkReader:
     def __init__(self, jar: Path, log: Path) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-spark-reader-")
         self._log = log
+        # The others let it read tables in object stores, and ask a catalog in SQLite.
+        jars = ",".join(map(str, (jar, _jar("iceberg-aws-bundle"), _jar("sqlite-jdbc"))))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP_", "SPARK_"))}
         environment.update(PYSPARK_PYTHON=sys.executable, TZ="UTC", SPARK_LOCAL_IP="127.0.0.1")
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, str(READER), str(jar), self._folder.name],
+                [sys.executable, str(READER), jars, self._folder.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -62,7 +68,15 @@ class SparkReader:
 
     def query(self, metadata_location: str, sql: str, *, snapshot_id: int | None = None) -> pa.Table:
         """The result of `sql` over the table as `t`. `…metadata.json#snapshots` reads a metadata table."""
-        answer = self._ask({"location": metadata_location, "sql": sql, "snapshot_id": snapshot_id})
+        return self._table({"location": metadata_location, "sql": sql, "snapshot_id": snapshot_id})
+
+    def read_from(self, catalog: str, properties: dict[str, str], name: str) -> pa.Table:
+        """All rows of a table that Spark finds through a catalog of this name, with these properties."""
+        request = {"location": name, "sql": "SELECT * FROM t", "catalog": catalog, "properties": properties}
+        return self._table(request)
+
+    def _table(self, request: dict[str, Any]) -> pa.Table:
+        answer = self._ask(request)
         with pa.memory_map(answer["path"]) as file:
             table = pa.ipc.open_file(file).read_all()
         return table

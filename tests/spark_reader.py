@@ -1,7 +1,7 @@
 """The Spark process behind `readers.SparkReader`: one JSON request per line, one JSON answer per line.
 
 It reads what Lockstep wrote, and writes what Lockstep reads.
-Arguments: the Iceberg runtime jar, and a folder for the results.
+Arguments: the jars, separated by commas, and a folder for the results.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pyspark.sql import SparkSession
 EXTENSIONS = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions"
 
 
-def session(jar: str, folder: Path) -> SparkSession:
+def session(jars: str, folder: Path) -> SparkSession:
     return (
         SparkSession.builder.master("local[2]")
         .appName("independent reader")
-        .config("spark.jars", jar)
+        .config("spark.jars", jars)
         .config("spark.driver.memory", "1g")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")
@@ -66,15 +66,29 @@ def delete_equal(spark: SparkSession, request: dict[str, Any]) -> dict[str, str]
     return {}
 
 
+def through_catalog(spark: SparkSession, name: str, properties: dict[str, str], table: str) -> SparkSession:
+    """A session in which `t` is the table of this catalog, whose name is part of a SQL catalog's key."""
+    # A session keeps the catalogs that it has seen: each question gets one of its own.
+    session = spark.newSession()
+    session.conf.set(f"spark.sql.catalog.{name}", "org.apache.iceberg.spark.SparkCatalog")
+    for key, value in properties.items():
+        session.conf.set(f"spark.sql.catalog.{name}.{key}", value)
+    session.table(f"{name}.{table}").createOrReplaceTempView("t")
+    return session
+
+
 def answer(spark: SparkSession, request: dict[str, Any], path: Path) -> dict[str, str]:
     if "statements" in request:
         return write(spark, request["statements"])
     if "field_ids" in request:
         return delete_equal(spark, request)
-    reader = spark.read.format("iceberg")
-    if request["snapshot_id"] is not None:
-        reader = reader.option("versionAsOf", str(request["snapshot_id"]))
-    reader.load(request["location"]).createOrReplaceTempView("t")
+    if "catalog" in request:
+        spark = through_catalog(spark, request["catalog"], request["properties"], request["location"])
+    else:
+        reader = spark.read.format("iceberg")
+        if request.get("snapshot_id") is not None:
+            reader = reader.option("versionAsOf", str(request["snapshot_id"]))
+        reader.load(request["location"]).createOrReplaceTempView("t")
     table = spark.sql(request["sql"]).toArrow()
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
@@ -82,11 +96,11 @@ def answer(spark: SparkSession, request: dict[str, Any], path: Path) -> dict[str
 
 
 def main() -> None:
-    jar, folder = sys.argv[1], Path(sys.argv[2])
+    jars, folder = sys.argv[1], Path(sys.argv[2])
     # Only answers may reach the pipe: what Spark prints goes where the errors go.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    spark = session(jar, folder)
+    spark = session(jars, folder)
     for number, line in enumerate(sys.stdin):
         try:
             reply = answer(spark, json.loads(line), folder / f"{number}.arrow")

@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lockstep.config import Config, expand
@@ -51,6 +51,9 @@ def commit(
     with _kept(store, claim, clock) as kept:
         while True:
             job = store.renew_commit(claim.lease, claim.job.plan.limits.lease_s)
+            if job.kill_requested and job.commit_attempts == 0:
+                # Nothing was sent, and nothing can be any more: a catalog that is away is not waited for.
+                return store.end(claim.lease, Event.KILL)
             last_round = _out_of_budget(job, clock) is not None
             try:
                 ended = _step(job, claim.lease, store, target, clock, last_round)
@@ -63,6 +66,8 @@ def commit(
                 ended = _after_failure(claim.lease, store, last_round, error)
                 if ended is not None:
                     return ended
+                shown = replace(ErrorInfo.of(error), at=clock.now())
+                store.renew_commit(claim.lease, job.plan.limits.lease_s, error=shown)
                 if last_round or clock.now() >= impatient_at:
                     # A request may be out there, and the target cannot be asked: neither completed nor
                     # failed would be true.

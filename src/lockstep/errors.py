@@ -78,6 +78,8 @@ class ErrorInfo:
     message: str
     hint: str | None = None
     task: int | None = None
+    at: float | None = None
+    """When it happened, where that is worth telling: seconds since the Unix epoch."""
 
     @classmethod
     def of(cls, error: BaseException, task: int | None = None) -> ErrorInfo:
@@ -86,7 +88,13 @@ class ErrorInfo:
         return cls(type(error).__name__, str(error) or type(error).__name__, None, task)
 
     def to_json(self) -> dict[str, object]:
-        return {"class": self.cls, "message": self.message, "hint": self.hint, "task": self.task}
+        raw: dict[str, object] = {
+            "class": self.cls,
+            "message": self.message,
+            "hint": self.hint,
+            "task": self.task,
+        }
+        return raw if self.at is None else {**raw, "at": self.at}
 
     @classmethod
     def from_json(cls, raw: dict[str, object] | None) -> ErrorInfo | None:
@@ -94,11 +102,13 @@ class ErrorInfo:
             return None
         task = raw.get("task")
         hint = raw.get("hint")
+        at = raw.get("at")
         return cls(
             str(raw["class"]),
             str(raw["message"]),
             None if hint is None else str(hint),
             task if isinstance(task, int) else None,
+            float(at) if isinstance(at, int | float) else None,
         )
 
     @property

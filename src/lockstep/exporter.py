@@ -46,6 +46,8 @@ UNBORN: Final = ""
 UNPIN_TIMEOUT_S: Final = 10.0
 FENCE_PATIENCE_S: Final = 120.0
 RECORD_PATIENCE_S: Final = 30.0
+REMEMBERED: Final = 1000
+"""Among so many of the newest jobs one is looked for that knows a table whose catalog is away."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Planned:
     skipped: list[Skipped] = field(default_factory=list)
     previews: list[PlanPreview] = field(default_factory=list)
     created_table: bool = False
+    remarks: Sequence[str] = ()
+    """What the person should know although it did not stop the request."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,7 @@ class _Planner:
     table: SourceTable
     source_address: str
     dry_run: bool
+    remarks: list[str] = field(default_factory=list)
 
     def plan(self, selections: Sequence[Selection]) -> Planned:
         head = self._head()
@@ -227,7 +232,8 @@ class _Planner:
                     continue
                 drafts.append(self._draft(decision.selection, decision, head, columns, undo))
             if self.dry_run:
-                return Planned([], skipped, [_preview(draft, columns) for draft in drafts])
+                previews = [_preview(draft, columns) for draft in drafts]
+                return Planned([], skipped, previews, remarks=self.remarks)
             created = head.uuid == UNBORN
             if created:
                 head = self.target.create(head.schema, head.spec, head.sort_order)
@@ -237,7 +243,7 @@ class _Planner:
             drafts = [replace(draft, decision=self._fenced(draft.decision)) for draft in drafts]
             jobs = self._create(drafts, head, columns, undo)
             undo.pop_all()
-            return Planned(jobs, skipped, created_table=created)
+            return Planned(jobs, skipped, created_table=created, remarks=self.remarks)
 
     def _take_back(self, table_uuid: str) -> None:
         """Drop a table that this request created, unless a job of somebody else counts on it by now."""
@@ -245,15 +251,42 @@ class _Planner:
             self.target.drop_if_empty(table_uuid)
 
     def _head(self) -> TargetTable:
-        """The target as it is, or as `--create` would make it."""
-        if self.target.exists():
-            return self.target.load()
+        """The target as it is, or as `--create` would make it, or, if its catalog is away, as it was last."""
+        try:
+            if self.target.exists():
+                return self.target.load()
+        except Retryable as error:
+            return self._as_last_known(error)
         if not self.request.create:
             raise Invalid(f"there is no table {self.request.target}", hint="pass --create to make it")
         from lockstep.schema import derive
 
         schema, spec, sort_order = derive(self.table, allow_lossy=self.request.allow_lossy)
         return TargetTable(UNBORN, "", schema, spec, sort_order, {}, None)
+
+    def _as_last_known(self, error: Retryable) -> TargetTable:
+        """The table as the newest job into it knew it: more than a catalog that is away can say.
+
+        A table that has changed since is noticed before anything is published: the commit compares.
+        Raises: `error` if no job knows the table, or if more than its shape is needed.
+        """
+        address = protect(self.request.target, self.config)
+        known = next((job for job in self.store.list(limit=REMEMBERED) if job.plan.target == address), None)
+        if known is None or self.request.on_existing == "replace":
+            raise error
+        self.remarks.append(
+            f"{error.message}; the table is taken to be as job {known.job_id} found it; the commit checks"
+        )
+        plan = known.plan
+        return TargetTable(
+            plan.target_uuid,
+            plan.location,
+            plan.schema,
+            plan.spec,
+            plan.sort_order,
+            {name: str(value) for name, value in plan.properties.items()},
+            None,
+        )
 
     def _columns(self, head: TargetTable) -> list[ColumnMap]:
         from lockstep.schema import match_columns
@@ -400,7 +433,7 @@ class _Planner:
                 f"{self.request.target} lies at {head.location!r}, which means another place in each folder",
                 hint="give the catalog a whole path as its warehouse, and make the table anew",
             )
-        if problems := self.target.drift(head, new_jobs[0].plan):
+        if head.handle is not None and (problems := self.target.drift(head, new_jobs[0].plan)):
             raise Invalid(f"cannot write to {self.request.target}: " + "; ".join(problems))
         failpoint("plan.before_create")
         return self._record(new_jobs, undo)

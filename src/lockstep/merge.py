@@ -23,7 +23,8 @@ from lockstep.job import RUN, Json, Plan, Position, SortKey
 from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, key_to_json, order, visible
 from lockstep.sink.run import order_of, unique_of
 from lockstep.source import Chunk
-from lockstep.storage import Storage, local_path, translated
+from lockstep.storage import Storage, local_path
+from lockstep.storage_errors import translated
 
 Numbers = npt.NDArray[np.int64]
 

@@ -16,14 +16,16 @@ import hashlib
 import io
 import os
 import stat
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol, cast
 
-from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
+from lockstep.errors import Corrupt, Invalid, Retryable
 from lockstep.runtime import new_id
+from lockstep.storage_errors import first_line, is_missing_object, translated
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -35,17 +37,33 @@ BUFFER_BYTES: Final = 1 << 20
 PART_BYTES: Final = 8 << 20
 PARTS_IN_FLIGHT: Final = 2
 
-CLIENT_DEFAULTS: Final = {"connect_timeout": "5s", "timeout": "60s"}
+# One call ends within about a minute, whatever the server does: no new try begins after `retry_timeout`,
+# and a try takes at most `timeout`. The task's own budget is for longer outages: it holds no slot meanwhile.
+CLIENT_DEFAULTS: Final = {"connect_timeout": "5s", "timeout": "30s"}
 RETRY_DEFAULTS: Final = {
     "max_retries": "5",
-    "retry_timeout": "60",
+    "retry_timeout": "30",
     "init_backoff": "0.1",
-    "max_backoff": "10",
+    "max_backoff": "5",
 }
-
-_NO_RIGHT: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_BAD_NAME: Final = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP})
+# What PyIceberg calls the options of an object store, and what obstore calls them.
+_OF_CATALOG: Final = {
+    "s3.endpoint": "endpoint",
+    "s3.region": "region",
+    "client.region": "region",
+    "s3.access-key-id": "access_key_id",
+    "client.access-key-id": "access_key_id",
+    "s3.secret-access-key": "secret_access_key",
+    "client.secret-access-key": "secret_access_key",
+    "s3.session-token": "session_token",
+    "client.session-token": "session_token",
+    "s3.proxy-uri": "proxy_url",
+    "s3.anonymous": "skip_signature",
+    "s3.force-virtual-addressing": "virtual_hosted_style_request",
+    "s3.connect-timeout": "connect_timeout",
+    "s3.request-timeout": "timeout",
+}
+_S3_SCHEMES: Final = ("s3", "s3a", "s3n")
 
 
 @dataclass(frozen=True)
@@ -99,7 +117,7 @@ class Storage:
     """
 
     def __init__(self, options: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        self._options = dict(options or {})
+        self._options = options or {}
         self._stores: dict[tuple[str, str], S3Store] = {}
 
     def create(self, url: str) -> Writer:
@@ -131,7 +149,7 @@ class Storage:
         try:
             return int(store.head(key)["size"])
         except Exception as error:
-            if _is_missing_object(error):
+            if is_missing_object(error):
                 return None
             raise translated(error, "look at", url) from error
 
@@ -149,7 +167,7 @@ class Storage:
         try:
             meta = store.head(key)
         except Exception as error:
-            if _is_missing_object(error):
+            if is_missing_object(error):
                 return None
             raise translated(error, "look at", url) from error
         return _stored_object(url, meta)
@@ -195,7 +213,7 @@ class Storage:
         try:
             store.delete(key)
         except Exception as error:
-            if not _is_missing_object(error):
+            if not is_missing_object(error):
                 raise translated(error, "delete", url) from error
 
     def put_if_absent(self, url: str, data: bytes) -> bool:
@@ -221,13 +239,31 @@ class Storage:
         prefix = self._prefix_of(url)
         known = (bucket, prefix)
         if known not in self._stores:
-            self._stores[known] = _connect(bucket, self._options.get(prefix, {}))
+            self._stores[known] = _connect(bucket, self._options[prefix] if prefix else {})
         return self._stores[known], key
 
     def _prefix_of(self, url: str) -> str:
         """The longest configured prefix that this URL is below, by whole segments; empty if there is none."""
         below = f"{url.rstrip('/')}/"
         return max((p for p in self._options if below.startswith(f"{p.rstrip('/')}/")), key=len, default="")
+
+
+def with_catalog(
+    options: Mapping[str, Mapping[str, str]], catalog: Mapping[str, Any], location: str = ""
+) -> Mapping[str, Mapping[str, str]]:
+    """The options for `Storage`, where a catalog's own `s3.*` properties serve what `options` does not name.
+
+    So a lake that PyIceberg can use needs no [storage] of its own. With a `location` they serve only its
+    bucket.
+    """
+    found: dict[str, str] = {}
+    for theirs, ours in _OF_CATALOG.items():
+        if (value := catalog.get(theirs)) is not None and ours not in found:
+            found[ours] = f"{value}s" if ours.endswith("timeout") else str(value)
+    scheme, marker, path = location.partition("://")
+    prefixes = [scheme + marker + path.partition("/")[0]] if location else [f"{s}://" for s in _S3_SCHEMES]
+    # The given ones are looked up late: one that has a wrong value raises only where it is used.
+    return ChainMap(cast(Any, options), {prefix: found for prefix in prefixes if found})
 
 
 def local_path(url: str) -> Path | None:
@@ -245,7 +281,7 @@ def local_path(url: str) -> Path | None:
         url = rest
     elif "://" in url.partition("/")[0] + "//" and not url.startswith("/"):
         scheme, marker, _ = url.partition("://")
-        if marker and scheme in ("s3", "s3a", "s3n"):
+        if marker and scheme in _S3_SCHEMES:
             return None
         raise Invalid(
             f"{url} is not an address that Lockstep can write to",
@@ -254,59 +290,6 @@ def local_path(url: str) -> Path | None:
     if not url.startswith("/"):
         raise Invalid(f"{url!r} is not an absolute path", hint="write the whole path, from the root")
     return Path(url)
-
-
-def translated(error: BaseException, verb: str, url: str) -> LockstepError:
-    """An error of the file system or of obstore, as the class that says what to do."""
-    if isinstance(error, LockstepError):
-        return error
-    if isinstance(error, OSError) and error.errno is not None:
-        return _translated_os(error, verb, url)
-    return _translated_object(error, verb, url)
-
-
-def _translated_os(error: OSError, verb: str, url: str) -> LockstepError:
-    reason = os.strerror(error.errno or 0).lower()
-    said = f"cannot {verb} {url}: {reason}"
-    if error.errno in _NO_SPACE:
-        return Invalid(
-            f"cannot {verb} {url}: the disk is full ({reason})",
-            hint="make room on that disk, then `lockstep retry` the job; finished tasks are kept",
-        )
-    if error.errno == errno.EFBIG:
-        return Invalid(said, hint="raise the limit on file sizes (ulimit -f), or pass a smaller --file-size")
-    if error.errno in _NO_RIGHT:
-        return Invalid(said, hint="give this user the right to do so, or choose another location")
-    if error.errno in _BAD_NAME:
-        return Invalid(said, hint="choose another location")
-    return Retryable(said)
-
-
-def _translated_object(error: BaseException, verb: str, url: str) -> LockstepError:
-    from obstore import exceptions
-
-    reason = _first_line(error)
-    said = f"cannot {verb} {url}: {reason}"
-    bucket = url.partition("://")[2].partition("/")[0]
-    if "NoSuchBucket" in str(error):
-        return Invalid(
-            f"cannot {verb} {url}: there is no bucket {bucket}",
-            hint=f'create it, or correct the location; its settings are [storage."s3://{bucket}"]',
-        )
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        return Invalid(said, hint=f'check the keys in [storage."s3://{bucket}"] and their rights')
-    if isinstance(error, exceptions.UnknownConfigurationKeyError | exceptions.InvalidPathError):
-        return Invalid(said, hint=f'correct [storage."s3://{bucket}"] in lockstep.toml')
-    return Retryable(said)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:500] if lines else type(error).__name__
-
-
-def _is_missing_object(error: BaseException) -> bool:
-    return isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error)
 
 
 def _taken(url: str) -> Corrupt:
@@ -461,6 +444,8 @@ def _connect(bucket: str, options: Mapping[str, str]) -> S3Store:
     retry = {**RETRY_DEFAULTS, **{k: str(v) for k, v in options.items() if k in RETRY_DEFAULTS}}
     settings: dict[str, Any] = {k: v for k, v in options.items() if k not in RETRY_DEFAULTS}
     settings = {**CLIENT_DEFAULTS, **settings}
+    if str(settings.get("endpoint", settings.get("aws_endpoint", ""))).startswith("http://"):
+        settings.setdefault("allow_http", "true")
     try:
         return S3Store(
             bucket,
@@ -477,7 +462,7 @@ def _connect(bucket: str, options: Mapping[str, str]) -> S3Store:
         )
     except (BaseError, ValueError, TypeError) as error:
         raise Invalid(
-            f'[storage."s3://{bucket}"] is not usable: {_first_line(error)}',
+            f'[storage."s3://{bucket}"] is not usable: {first_line(error)}',
             hint="the keys are obstore's own: endpoint, access_key_id, secret_access_key, region, …",
         ) from error
 

@@ -7,10 +7,14 @@ The field names are a promise to scripts. Nothing heavy is imported, and no secr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from lockstep.config import redact
-from lockstep.job import Fingerprint, Job, Json, State, Task
+from lockstep.errors import ErrorInfo
+from lockstep.job import Fingerprint, Job, Json, State, Task, TaskState
 from lockstep.runtime import rfc3339
+
+MOST_WAITING: Final = 50
 
 
 def job_document(job: Job, tasks: Sequence[Task] | None = None) -> Json:
@@ -44,12 +48,38 @@ def job_document(job: Job, tasks: Sequence[Task] | None = None) -> Json:
         "workers": list(job.workers),
         "tasks_waiting_for_retry": job.tasks_waiting_for_retry,
         "kill_requested": job.kill_requested,
-        "error": job.error.to_json() if job.error else None,
+        "error": error_document(job.error),
         "fingerprint": _fingerprint(job),
     }
     if tasks is not None:
+        waiting = waiting_for_retry(job, tasks)
+        document["waiting"] = [waiting_document(task) for task in waiting[:MOST_WAITING]]
+        document["waiting_total"] = len(waiting)
         document["tasks"] = [task_document(task) for task in tasks]
     return document
+
+
+def error_document(error: ErrorInfo | None) -> Json | None:
+    return None if error is None else {**error.to_json(), "at": rfc3339(error.at)}
+
+
+def waiting_for_retry(job: Job, tasks: Sequence[Task]) -> list[Task]:
+    """The tasks that failed and are to be tried again, the next one first."""
+    failed = [task for task in tasks if task.state is TaskState.WAITING and task.error is not None]
+    return sorted(failed, key=lambda t: (t.next_attempt_at or 0.0, t.index)) if job.state.live else []
+
+
+def waiting_document(task: Task) -> Json:
+    """Which task waits, since when, why, and when it is tried again."""
+    assert task.error is not None
+    return {
+        "task": task.index,
+        "stage": task.stage,
+        "since": rfc3339(task.error.at),
+        "attempts": task.attempts,
+        "next_attempt_at": rfc3339(task.next_attempt_at),
+        "error": error_document(task.error),
+    }
 
 
 def _fingerprint(job: Job) -> Json | None:
@@ -75,7 +105,7 @@ def task_document(task: Task) -> Json:
         "lease_until": rfc3339(task.lease_until),
         "started_at": rfc3339(task.started_at),
         "next_attempt_at": rfc3339(task.next_attempt_at),
-        "error": task.error.to_json() if task.error else None,
+        "error": error_document(task.error),
     }
 
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -28,13 +29,16 @@ from lockstep.job import (
     Json,
     Lease,
     Limits,
+    Plan,
     Progress,
     StagedFile,
     State,
     Task,
     Verdict,
 )
+from lockstep.routes import Routes, probes, route_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, is_dead, worker_name
+from lockstep.storage import with_catalog
 from lockstep.store import Claim, CommitClaim, JobStore
 
 _LOG: Final = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ STOP_GRACE_S: Final = 2.5
 PAUSE_GRACE_S: Final = 20.0
 STORE_PATIENCE_S: Final = 300.0
 COMMITTERS: Final = 4
+"""Commits at a time through one catalog; all catalogs together have `MOST_COMMITTERS`."""
+MOST_COMMITTERS: Final = 64
 UNPIN_PAUSE_S: Final = 30.0
 EXPIRE_EVERY_S: Final = 60.0
 TO_DO: Final = frozenset({State.PENDING, State.RUNNING, State.COMMITTING})
@@ -121,11 +127,14 @@ class Worker:
         self._engine = engine
         self._channel: ChannelServer | None = None
         self._spark_log = config.state_folder / "spark.log"
-        self._committers = ThreadPoolExecutor(COMMITTERS, thread_name_prefix="commit")
+        self._committers = ThreadPoolExecutor(MOST_COMMITTERS, thread_name_prefix="commit")
         self._unpinners = ThreadPoolExecutor(COMMITTERS, thread_name_prefix="unpin")
         self._commits: dict[str, Future[None]] = {}
         """By the UUID of the table: one at a time into each, or our own would make each other retry."""
+        self._commit_routes: dict[str, str] = {}
+        """The catalog and the storage of each table that was committed to."""
         self._unpins: dict[str, tuple[Future[None], float]] = {}
+        self._routes = Routes()
         self._waves_started = 0
         self._expired_at = 0.0
 
@@ -214,7 +223,7 @@ class Worker:
             free = engine.slots + 1 - len(self._held)
         if free <= 0:
             return
-        claims = self._store.claim(self.name, free, self._config.limits.lease_s, self._job_ids)
+        claims = self._claim(live, engine.slots, free)
         runnable = [claim for claim in claims if not self._spent(claim)]
         for job_id in dict.fromkeys(claim.job.job_id for claim in runnable):
             wave = [claim for claim in runnable if claim.job.job_id == job_id]
@@ -222,6 +231,26 @@ class Worker:
                 self._launch(wave)
             except LockstepError as error:
                 self._fail_unlaunched(wave, error)
+
+    def _claim(self, live: Sequence[Job], slots: int, free: int) -> list[Claim]:
+        """Lease tasks for the free slots. Jobs whose storage or source is in doubt get few of them."""
+        lease_s = self._config.limits.lease_s
+        doubtful = {job.job_id for job in live if self._routes.in_doubt(job.plan)}
+        if not doubtful:
+            return self._store.claim(self.name, free, lease_s, self._job_ids)
+        sound = {job.job_id for job in live} - doubtful
+        with self._lock:
+            running = [key[0] for key in self._held]
+        tried = sum(job_id in doubtful for job_id in running)
+        # The first try comes before the others, or they could keep it away for ever.
+        claims = self._store.claim(self.name, 1, lease_s, doubtful) if tried == 0 else []
+        tried += len(claims)
+        if sound:
+            claims += self._store.claim(self.name, free - len(claims), lease_s, sound)
+        others = [claim.job.job_id for claim in claims if claim.job.job_id in sound]
+        others += [job_id for job_id in running if job_id not in doubtful]
+        more = min(free - len(claims), probes(slots, others) - tried)
+        return claims + (self._store.claim(self.name, more, lease_s, doubtful) if more > 0 else [])
 
     def _spent(self, claim: Claim) -> bool:
         """Fail a task whose attempts all died without a word, instead of running it for ever."""
@@ -245,7 +274,7 @@ class Worker:
 
         It may run on another worker, so the error is not final, whatever its class.
         """
-        info = ErrorInfo("Retryable", error.message, error.hint)
+        info = ErrorInfo("Retryable", error.message, error.hint, at=self._clock.now())
         for claim in claims:
             with contextlib.suppress(Fenced):
                 lease = self._store.begin(claim.lease, self._config.limits.lease_s).lease
@@ -269,8 +298,7 @@ class Worker:
         group = f"lockstep-{self.name}-{self._waves_started}"
         plan = claims[0].job.plan
         source_address = expand(plan.source, self._config)
-        # Executors need neither the store nor the catalogs, so they never see their credentials.
-        config = replace(self._config, store_url="", catalogs={}, spark={})
+        config = _for_executors(self._config, plan)
         assignments = [
             Assignment(
                 claim.lease,
@@ -294,15 +322,20 @@ class Worker:
 
     def _start_commits(self, live: Sequence[Job]) -> None:
         self._commits = {table: future for table, future in self._commits.items() if not future.done()}
+        busy = Counter(self._commit_routes[table] for table in self._commits)
         for job in reversed(live):
             table = job.plan.target_uuid
             if job.state is not State.COMMITTING or table in self._commits:
                 continue
-            if len(self._commits) == COMMITTERS:
-                return
+            # By way, not in all: commits that wait for one catalog leave the others theirs.
+            route = f"{job.plan.target.rpartition('/')[0]} {route_of(job.plan)[1]}"
+            if busy[route] == COMMITTERS:
+                continue
             claim = self._store.claim_commit(self.name, self._config.limits.lease_s, {job.job_id})
             if claim is not None:
                 self._commits[table] = self._committers.submit(self._commit, claim)
+                self._commit_routes[table] = route
+                busy[route] += 1
 
     def _commit(self, claim: CommitClaim) -> None:
         try:
@@ -402,11 +435,13 @@ class Worker:
             lambda: self._store.checkpoint(lease, body["position"], staged, progress, lease_s)
         )
         self._on_heartbeat(lease, body)
+        self._note_route(lease)
         return verdict
 
     def _on_finish(self, lease: Lease, body: Json) -> None:
         staged, progress = _reported(body)
         self._patiently(lambda: self._store.finish(lease, body["position"], staged, progress))
+        self._note_route(lease)
         self._drop(lease)
 
     def _on_fail(self, lease: Lease, body: Json) -> None:
@@ -425,6 +460,9 @@ class Worker:
         held = self._current(lease)
         if held is None:
             return
+        error = replace(error, at=self._clock.now())
+        if not error.permanent:
+            self._routes.failed(held.claim.job.plan)
         attempted = held.claim.task.attempts + max(1, lease.epoch - held.claim.lease.epoch)
         task = replace(held.claim.task, attempts=attempted, started_at=held.started_at)
         delay_s = retry_delay_s(task, error, held.claim.job.plan.limits, self._clock.now())
@@ -432,6 +470,10 @@ class Worker:
         with contextlib.suppress(Fenced):
             self._patiently(lambda: self._store.fail(lease, error, delay_s))
         self._drop(lease)
+
+    def _note_route(self, lease: Lease) -> None:
+        if (held := self._current(lease)) is not None:
+            self._routes.got_through(held.claim.job.plan)
 
     def _current(self, lease: Lease) -> Held | None:
         with self._lock:
@@ -567,6 +609,15 @@ class Worker:
             self._channel.close()
         self._committers.shutdown(wait=False, cancel_futures=True)
         self._unpinners.shutdown(wait=False, cancel_futures=True)
+
+
+def _for_executors(config: Config, plan: Plan) -> Config:
+    """What a task needs of the configuration: neither the store nor the catalogs, so it never sees their
+    credentials, but the storage of its target."""
+    catalog = expand(plan.target, config).removeprefix("iceberg://").partition("/")[0]
+    properties = config.catalogs.get(catalog, {})
+    storage = with_catalog(config.storage, properties, plan.location)
+    return replace(config, store_url="", catalogs={}, spark={}, storage=storage)
 
 
 def _key(lease: Lease) -> TaskKey:

@@ -244,6 +244,25 @@ def test_a_kill_before_anything_was_sent_publishes_nothing(bench: Bench) -> None
     assert bench.lake.ids() == []
 
 
+def test_a_kill_before_anything_was_sent_does_not_ask_a_catalog_that_hangs(bench: Bench) -> None:
+    def hangs() -> None:
+        raise AssertionError("the catalog was asked")
+
+    bench.target.before_load = [hangs]
+    bench.store.stop(bench.job.job_id, Event.KILL)
+    assert bench.commit().state is State.KILLED
+
+
+def test_a_commit_that_does_not_go_through_says_why_until_it_does(bench: Bench) -> None:
+    seen: list[Job] = []
+    bench.target.before_load = [down, lambda: seen.append(bench.read())]
+    ended = bench.commit()
+    assert seen[0].error is not None
+    assert seen[0].error.message == "the catalog does not answer"
+    assert seen[0].error.at is not None
+    assert (ended.state, ended.error) == (State.COMPLETED, None)
+
+
 def test_a_kill_fences_a_sleeping_committer_whose_request_is_still_to_come(bench: Bench) -> None:
     """The request was prepared before the kill, and is sent after it: the catalog itself refuses it."""
     head = bench.target.load()

@@ -794,6 +794,15 @@ def test_a_kill_and_a_finish_at_the_same_instant_leave_one_outcome(
 # The commit
 
 
+def test_why_a_commit_waits_is_shown_until_it_ends(store: JobStore) -> None:
+    job_in(store, State.COMMITTING)
+    lease = take_commit(store, "job1").lease
+    error = ErrorInfo("Retryable", "the catalog does not answer", "wait", at=1_700_000_001.5)
+    assert store.renew_commit(lease, LEASE_S, error=error).error == error
+    assert store.renew_commit(lease, LEASE_S).error == error
+    assert store.end(lease, Event.COMMITTED, snapshot_id=42).error is None
+
+
 def test_one_committer_at_a_time_each_with_a_newer_epoch(store: JobStore, clock: MovedClock) -> None:
     job_in(store, State.COMMITTING)
     started = clock.at

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,9 @@ COMPACT = "CALL lake.system.rewrite_data_files(table => 'db.events', options => 
 
 
 @pytest.fixture(scope="module")
-def jvm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[readers.SparkReader]:
-    """Spark with a JDBC driver for SQLite, so that it shares the SQL catalog with PyIceberg."""
-    jars = sorted((readers.cache_folder() / "jars").glob("*.jar"))
-    assert any(jar.name.startswith("sqlite-jdbc") for jar in jars), "no sqlite-jdbc jar: run `make setup`"
-    log = tmp_path_factory.mktemp("spark-with-a-catalog") / "stderr.log"
-    reader = readers.SparkReader(",".join(map(str, jars)), log)  # type: ignore[arg-type]
-    yield reader
-    reader.close()
+def jvm(spark: readers.SparkReader) -> readers.SparkReader:
+    """It has a JDBC driver for SQLite, so that it shares the SQL catalog with PyIceberg."""
+    return spark
 
 
 class SharedLake(Lake):

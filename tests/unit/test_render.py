@@ -41,6 +41,7 @@ from lockstep.job import (
     Task,
     TaskState,
 )
+from lockstep.runtime import rfc3339
 from lockstep.view import job_document
 
 NOW = 1_700_000_100.0
@@ -254,13 +255,41 @@ def test_an_empty_partition_is_done_only_when_it_is_published() -> None:
 
 
 def test_a_task_that_waits_for_its_next_try_says_when_and_why() -> None:
-    error = ErrorInfo("Retryable", "storage is down")
+    error = ErrorInfo("Retryable", "storage is down", at=NOW - 30)
     tasks = [task(0, TaskState.WAITING, next_attempt_at=NOW + 12, error=error), task(1, TaskState.DONE)]
 
     text = page(job(), tasks, [entered(State.RUNNING, 50)])
 
-    assert "1 task to be tried again, the next in 12 s (attempt 2 of 8)" in text
+    assert "1 task to be tried again, the next in 12 s (attempt 2 of 8): task 0, waiting since 30 s" in text
     assert "Retryable: storage is down" in text
+    (waiting,) = job_document(job(), tasks)["waiting"]
+    assert (waiting["task"], waiting["stage"], waiting["attempts"]) == (0, "write", 1)
+    assert waiting["since"] == rfc3339(NOW - 30)
+    assert waiting["next_attempt_at"] == rfc3339(NOW + 12)
+    assert (waiting["error"]["class"], waiting["error"]["message"]) == ("Retryable", "storage is down")
+
+
+def test_the_list_of_waiting_tasks_is_bounded_and_its_total_is_not() -> None:
+    error = ErrorInfo("Retryable", "storage is down")
+    tasks = [task(i, TaskState.WAITING, next_attempt_at=NOW + 900 - i, error=error) for i in range(300)]
+
+    document = job_document(job(), tasks)
+
+    assert document["waiting_total"] == 300
+    assert [waiting["task"] for waiting in document["waiting"]] == list(range(299, 249, -1))
+    assert job_document(job(State.FAILED), tasks)["waiting"] == []
+
+
+def test_a_commit_that_does_not_go_through_says_why() -> None:
+    error = ErrorInfo("Retryable", "the catalog does not answer", at=NOW - 9)
+
+    text = page(
+        job(State.COMMITTING, error=error), [task(0, TaskState.DONE)], [entered(State.COMMITTING, 50)]
+    )
+
+    assert "for its commit, since" in text
+    assert "the last try, 9 s ago" in text
+    assert "the catalog does not answer" in text
 
 
 def test_a_job_whose_worker_is_gone_says_who_and_what_to_do() -> None:
@@ -360,7 +389,7 @@ def test_show_and_the_closing_print_an_error_of_several_lines_as_lines() -> None
 def test_an_error_that_would_come_again_is_not_answered_with_a_retry() -> None:
     text = page(job(State.FAILED, error=ErrorInfo("Corrupt", "x", "export anew")), [], [])
     assert "retry" not in text
-    assert "would end the same way" in text
+    assert "ends the same way" in text
 
 
 def test_labels_and_values_are_kept_apart() -> None:

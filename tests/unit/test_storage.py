@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.errors import Corrupt, Invalid, Retryable
-from lockstep.storage import Storage, local_path, translated
+from lockstep.storage import Storage, local_path
+from lockstep.storage_errors import translated
 
 
 @pytest.fixture

@@ -296,3 +296,80 @@ def test_a_permanent_error_is_not_tried_again(room: Room) -> None:
     limits = room.config.limits
     assert retry_delay_s(task, ErrorInfo("Corrupt", "damaged"), limits, 0.0) is None
     assert retry_delay_s(task, ErrorInfo("ValueError", "a bug"), limits, 0.0) is not None
+
+
+def fails(room: Room, lease: Lease) -> None:
+    """What an executor says when its storage is away."""
+    begun = Lease(**room.ask("begin", lease)["lease"])
+    error = ErrorInfo("Retryable", "s3://away cannot be reached").to_json()
+    room.ask("fail", begun, error=error)
+
+
+def finishes(room: Room, lease: Lease) -> None:
+    begun = Lease(**room.ask("begin", lease)["lease"])
+    room.ask("finish", begun, position={}, staged=[], **PROGRESS)
+
+
+def launched(room: Room) -> list[Lease]:
+    """The tasks that one round of the worker starts."""
+    before = len(room.engine.leases)
+    room.worker._round()
+    return room.engine.leases[before:]
+
+
+def test_jobs_on_a_dead_storage_leave_the_slots_to_those_on_another(room: Room) -> None:
+    room.engine.slots = 4
+    stuck = [job(f"stuck{i}", 5, location="s3://away/t") for i in range(20)]
+    room.store.create(stuck)
+    for lease in launched(room):
+        fails(room, lease)
+    room.store.create([job("healthy", 50, location="s3://there/t")])
+    for _ in range(10):
+        started = launched(room)
+        running = [key[0] for key in room.worker._held]
+        assert sum(name.startswith("stuck") for name in running) <= 1
+        assert running.count("healthy") >= 4
+        finishes(room, next(lease for lease in started if lease.job_id == "healthy"))
+
+
+def test_a_dead_storage_is_tried_although_others_have_work_and_gets_all_slots_when_it_is_back(
+    room: Room,
+) -> None:
+    room.engine.slots = 4
+    room.store.create([job("stuck", 20, location="s3://away/t"), job("healthy", 50, location="s3://there/t")])
+    first = launched(room)
+    for lease in first:
+        (fails if lease.job_id == "stuck" else finishes)(room, lease)
+    probe = [lease for lease in launched(room) if lease.job_id == "stuck"]
+    assert len(probe) == 1
+    finishes(room, probe[0])
+    room.clock.at += 1
+    launched(room)
+    running = [key[0] for key in room.worker._held]
+    assert running.count("stuck") + running.count("healthy") == 5
+    for lease in [held.lease for held in room.worker._held.values() if held.lease.job_id == "healthy"]:
+        finishes(room, lease)
+    launched(room)
+    assert [key[0] for key in room.worker._held].count("stuck") > 1
+
+
+def test_a_slot_stays_free_for_whoever_comes_while_only_a_dead_storage_has_work(room: Room) -> None:
+    room.store.create([job("stuck", 20, location="s3://away/t")])
+    for lease in launched(room):
+        fails(room, lease)
+    for _ in range(5):
+        room.clock.at += 70
+        launched(room)
+        assert len(room.worker._held) == 1
+    room.store.create([job("healthy", 1, location="s3://there/t")])
+    assert [lease.job_id for lease in launched(room)] == ["healthy"]
+
+
+def test_a_failed_task_says_since_when_it_waits(room: Room) -> None:
+    room.store.create([job()])
+    fails(room, launched(room)[0])
+    (task,) = room.store.tasks("j1")
+    assert task.error is not None
+    assert task.error.at == room.clock.at
+    assert task.next_attempt_at is not None
+    assert task.next_attempt_at > room.clock.at

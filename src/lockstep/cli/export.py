@@ -139,6 +139,8 @@ def _document(planned: Planned, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def _announce(session: Session, planned: Planned, target: str) -> None:
+    for remark in planned.remarks:
+        session.remark(line(Span("warning: ", "yellow"), remark))
     if planned.created_table:
         session.remark(line(f"created the table {redact(target)}"))
     for skipped in planned.skipped:

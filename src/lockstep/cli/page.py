@@ -25,7 +25,7 @@ from lockstep.config import redact
 from lockstep.errors import ErrorInfo
 from lockstep.job import HistoryEntry, Job, State, Task, TaskState
 from lockstep.runtime import rfc3339
-from lockstep.view import eta_s, progress, rows_per_s
+from lockstep.view import eta_s, progress, rows_per_s, waiting_for_retry
 
 BAR: Final = 30
 MOST_TASKS: Final = 20
@@ -113,6 +113,8 @@ def _waiting(job: Job, tasks: Sequence[Task], history: Sequence[HistoryEntry], n
                 f"attempt {job.commit_attempts} of {limits.commit_attempts}" if job.commit_attempts else ""
             )
             yield _fact("waits", f"for its commit, since {since}" + (f", {tried}" if tried else ""))
+            if job.error is not None and job.error.at is not None:
+                yield _fact("", f"the last try, {ago(job.error.at, now)}, did not go through:")
             if job.kill_requested:
                 yield _fact("", "a kill was asked for: the committer fences the commit unless it has landed")
         case State.COMPLETED:
@@ -120,7 +122,9 @@ def _waiting(job: Job, tasks: Sequence[Task], history: Sequence[HistoryEntry], n
                 "published", f"as snapshot {job.snapshot_id}; `lockstep history {job.job_id}` tells how"
             )
         case State.FAILED if job.error is not None and job.error.permanent:
-            yield _fact("next", "nothing was published, and another try of this job would end the same way")
+            yield _fact(
+                "next", "nothing was published; another try ends the same way until the cause is mended"
+            )
         case State.FAILED:
             yield _fact(
                 "next", f"`lockstep retry {job.job_id}` goes on from what is finished; nothing was published"
@@ -140,15 +144,9 @@ def _since(job: Job, history: Sequence[HistoryEntry]) -> float:
 
 
 def _running(job: Job, tasks: Sequence[Task], now: float) -> Iterable[Line]:
-    later = [t for t in tasks if t.state is TaskState.WAITING and (t.next_attempt_at or 0) > now]
+    later = [task for task in waiting_for_retry(job, tasks) if (task.next_attempt_at or 0) > now]
     if later:
-        soonest = min(later, key=lambda task: task.next_attempt_at or 0)
-        yield _fact(
-            "waits",
-            f"{plural(len(later), 'task')} to be tried again, the next in "
-            f"{duration((soonest.next_attempt_at or now) - now)} (attempt {soonest.attempts + 1} of "
-            f"{job.plan.limits.task_attempts})",
-        )
+        yield from _retries(job, later, now)
     leased = [task for task in tasks if task.state is TaskState.LEASED]
     lost = [task for task in leased if task.lease_until is not None and task.lease_until < now]
     if lost and len(lost) == len(leased):
@@ -160,6 +158,21 @@ def _running(job: Job, tasks: Sequence[Task], now: float) -> Iterable[Line]:
         )
     elif not leased and not later:
         yield _fact("waits", "for a worker: `lockstep worker` runs what the store holds")
+
+
+def _retries(job: Job, later: Sequence[Task], now: float) -> Iterable[Line]:
+    """How many tasks are to be tried again; of the next one when, since when it waits, and why."""
+    soonest = later[0]
+    assert soonest.error is not None
+    assert soonest.next_attempt_at is not None
+    since = f", waiting since {duration(now - soonest.error.at)}" if soonest.error.at is not None else ""
+    yield _fact(
+        "waits",
+        f"{plural(len(later), 'task')} to be tried again, the next in "
+        f"{duration(soonest.next_attempt_at - now)} (attempt {soonest.attempts + 1} of "
+        f"{job.plan.limits.task_attempts}): task {soonest.index}{since}",
+    )
+    yield from _text_fact("", f"{soonest.error.cls}: {soonest.error.message}")
 
 
 def _error(job: Job) -> Iterable[Line]:

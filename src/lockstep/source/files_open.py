@@ -10,7 +10,8 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 
 from lockstep.errors import Corrupt, Invalid
-from lockstep.storage import Storage, StoredFile, local_path, translated
+from lockstep.storage import Storage, StoredFile, local_path
+from lockstep.storage_errors import translated
 
 IDENTITY_BYTES: Final = 1 << 16
 SKIP_BYTES: Final = 1 << 22

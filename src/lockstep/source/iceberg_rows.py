@@ -28,7 +28,8 @@ from lockstep.job import ColumnMap, Json
 from lockstep.schema import arrow_schema, conform
 from lockstep.source.iceberg_scan import EqualityDeletes, ScanFile
 from lockstep.source.parquet_batches import RowGroupReader, open_parquet
-from lockstep.storage import Storage, translated
+from lockstep.storage import Storage
+from lockstep.storage_errors import translated
 
 DELETES_BATCH_BYTES: Final = 8 << 20
 

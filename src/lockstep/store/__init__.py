@@ -187,9 +187,12 @@ class JobStore(Protocol):
         """
         ...
 
-    def renew_commit(self, lease: CommitLease, lease_s: float, *, attempted: bool = False) -> Job:
+    def renew_commit(
+        self, lease: CommitLease, lease_s: float, *, attempted: bool = False, error: ErrorInfo | None = None
+    ) -> Job:
         """Extend the commit lease, count an attempt if `attempted`, and read the job (is a kill asked for?).
 
+        `error`: why the last try did not go through, shown to the user until the job ends.
         Raises: Fenced if a newer commit epoch exists or the job is not committing any more.
         """
         ...

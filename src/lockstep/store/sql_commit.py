@@ -61,12 +61,16 @@ class CommitVerbs(Records):
         return CommitClaim(lease, self._job(conn, job.job_id))
 
     @verb
-    def renew_commit(self, lease: CommitLease, lease_s: float, *, attempted: bool = False) -> Job:
+    def renew_commit(
+        self, lease: CommitLease, lease_s: float, *, attempted: bool = False, error: ErrorInfo | None = None
+    ) -> Job:
         with self._db.write() as conn:
             job = self._committing(conn, lease)
             changes: dict[str, Any] = {"commit_free_at": self._db.now(conn) + lease_s}
             if attempted:
                 changes["commit_attempts"] = job.commit_attempts + 1
+            if error is not None:
+                changes["error"] = error_text(error)
             self._swap(conn, job, changes)
             return self._job(conn, job.job_id)
 

@@ -59,11 +59,15 @@ class CommitVerbs(Records):
             return None
         return None if lease is None else CommitClaim(lease, self._job(record))
 
-    def renew_commit(self, lease: CommitLease, lease_s: float, *, attempted: bool = False) -> Job:
+    def renew_commit(
+        self, lease: CommitLease, lease_s: float, *, attempted: bool = False, error: ErrorInfo | None = None
+    ) -> Job:
         def decide(edit: Edit) -> None:
             _refuse_lost(edit.record, lease)
             edit.change(commit_free_at=edit.now + lease_s)
             edit.add(commit_attempts=int(attempted))
+            if error is not None:
+                edit.change(error=error_json(error))
             edit.touch()
 
         return self._job(self._write(lease.job_id, decide)[1])

@@ -43,6 +43,8 @@ from lockstep.job import Json, Plan, StagedFile, snapshot_id_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint
 from lockstep.target import Outcome, TargetTable
 from lockstep.target.drift import differences
+from lockstep.target.files import with_our_files
+from lockstep.target.limits import why, with_timeouts
 from lockstep.target.references import referenced
 from lockstep.target.replace import plan_removal
 from lockstep.target.snapshot import (
@@ -87,6 +89,7 @@ class IcebergTarget:
         self._clock = clock
         self._catalog_name, self._identifier = parse_address(address)
         self._properties = _catalog_properties(self._catalog_name, config)
+        self._storage = config.storage
         self._catalog: Catalog | None = None
         self._io: FileIO | None = None
 
@@ -204,7 +207,7 @@ class IcebergTarget:
         except Exception as error:
             raise CommitUnknown(
                 f"the catalog did not confirm snapshot {prepared.snapshot_id} of {self.address}: "
-                f"{_reason(error)}",
+                f"{why(error)}",
                 hint="the table itself tells whether it landed",
             ) from error
 
@@ -249,7 +252,7 @@ class IcebergTarget:
         local = _local_path(path)
         if local is not None:
             return os.stat(local).st_size
-        io = self._io or load_file_io(dict(self._properties), path)
+        io = self._io or load_file_io(with_our_files(self._properties, self._storage), path)
         return len(io.new_input(path))
 
     # The catalog
@@ -258,10 +261,11 @@ class IcebergTarget:
         if self._catalog is None:
             _make_sqlite_folder(self._properties.get("uri", ""))
             try:
-                self._catalog = load_catalog(self._catalog_name, **self._properties)
+                properties = with_timeouts(with_our_files(self._properties, self._storage))
+                self._catalog = load_catalog(self._catalog_name, **properties)
             except ValueError as error:  # PyIceberg's word for properties that make no catalog
                 raise Invalid(
-                    f'the catalog "{self._catalog_name}" is not configured right: {_reason(error)}',
+                    f'the catalog "{self._catalog_name}" is not configured right: {why(error)}',
                     hint=f"check [catalogs.{self._catalog_name}] in lockstep.toml",
                 ) from error
         return self._catalog
@@ -295,7 +299,7 @@ class IcebergTarget:
             ) from error
         except _WRONG_REQUEST as error:
             raise Invalid(
-                f'the catalog "{self._catalog_name}" refuses the request for {name}: {_reason(error)}',
+                f'the catalog "{self._catalog_name}" refuses the request for {name}: {why(error)}',
                 hint=f"check [catalogs.{self._catalog_name}] in lockstep.toml",
             ) from error
         except OSError as error:
@@ -303,7 +307,7 @@ class IcebergTarget:
             if isinstance(error, PermissionError) or error.errno in _NO_RIGHT:
                 warehouse = self._properties.get("warehouse", "the warehouse")
                 raise Invalid(
-                    f"cannot write to {warehouse} for {name}: {_reason(error)}",
+                    f"cannot write to {warehouse} for {name}: {why(error)}",
                     hint=f'change its mode or owner, or the warehouse of the catalog "{self._catalog_name}"',
                 ) from error
             raise self._no_answer(error) from error
@@ -313,7 +317,7 @@ class IcebergTarget:
     def _no_answer(self, error: Exception) -> Retryable:
         name = ".".join(self._identifier)
         return Retryable(
-            f'the catalog "{self._catalog_name}" does not answer for {name}: {_reason(error)}',
+            f'the catalog "{self._catalog_name}" does not answer for {name}: {why(error)}',
             hint="`lockstep doctor` tells what works",
         )
 
@@ -326,7 +330,7 @@ class IcebergTarget:
             raise
         except Exception as error:
             raise Retryable(
-                f"cannot {what} {self.address}: {_reason(error)}", hint="nothing was published"
+                f"cannot {what} {self.address}: {why(error)}", hint="nothing was published"
             ) from error
 
 
@@ -403,8 +407,3 @@ def _as_json(model: IcebergBaseModel) -> Json:
     raw: Any = json.loads(model.model_dump_json())
     assert isinstance(raw, dict)
     return raw
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
