@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -222,7 +222,8 @@ def _fixed_words(array: pa.Array) -> list[Words]:
     if pa.types.is_unsigned_integer(kind):
         return [_values(array, f"<u{kind.bit_width // 8}").astype(np.uint64)]
     if pa.types.is_integer(kind) or pa.types.is_temporal(kind):
-        return [_values(array, f"<i{kind.bit_width // 8}").astype(np.int64).view(np.uint64) ^ _SIGN]
+        numbers = _values(array, f"<i{kind.bit_width // 8}").astype(np.int64, copy=False)
+        return [np.bitwise_xor(numbers.view(np.uint64), _SIGN)]
     raise Corrupt(f"rows cannot be ordered by a column of type {kind}")
 
 
@@ -285,8 +286,11 @@ class _Plain:
     descending: bool
 
     def of(self, rows: Rows | None) -> tuple[Words, list[_Digit]]:
-        found = self.words.copy() if rows is None else self.words[rows]
-        return (~found if self.descending else found), []
+        if rows is not None:
+            found = self.words[rows]
+            return (~found if self.descending else found), []
+        # All rows are asked for once, at the start: the words themselves may be changed.
+        return (np.invert(self.words, out=self.words) if self.descending else self.words), []
 
 
 @dataclass(frozen=True)
@@ -353,7 +357,7 @@ def _sorted_by(digits: list[_Digit], count: int) -> Rows:
         packed, digits = _pack(groups, group_bits, rows, count, digits, _WORD_BITS - row_bits)
         packed <<= np.uint64(row_bits)
         packed |= np.arange(here, dtype=np.uint64)
-        packed.sort()
+        packed.sort(kind=_kind_of_sort(packed))
         places = (packed & np.uint64((1 << row_bits) - 1)).astype(np.int64)
         packed >>= np.uint64(row_bits)
         if rows is None or tied is None:
@@ -365,6 +369,15 @@ def _sorted_by(digits: list[_Digit], count: int) -> Rows:
         tied, groups = _ties(packed, tied)
         group_bits = int(groups[-1]).bit_length() if len(groups) else 0
     return ordered
+
+
+def _kind_of_sort(packed: Words) -> Literal["stable", "quicksort"]:
+    """Rows that come as a few ascending pieces, as in every merge, are merged by timsort in no time.
+
+    Values are all different, so that either sort is stable.
+    """
+    descents = int(np.count_nonzero(packed[1:] < packed[:-1]))
+    return "stable" if descents < len(packed) // 16 else "quicksort"
 
 
 def _pack(
@@ -379,16 +392,24 @@ def _pack(
         bits = int(values.max(initial=0)).bit_length()
         room = most_bits - used
         if bits > room:
-            if room >= _LEAST_ROOM:
-                left = bits - room
-                packed = (packed << np.uint64(room)) | (values >> np.uint64(left))
+            # A few bits are not worth it. The rest waits as it is now: it must not be computed again.
+            taken = room if room >= _LEAST_ROOM else 0
+            left = bits - taken
+            if taken:
+                packed = _appended(packed, taken, values >> np.uint64(left))
                 values &= np.uint64((1 << left) - 1)
-                return packed, [_Plain(_spread(values, rows, count), False), *following, *digits[1:]]
-            return packed, digits
-        packed = (packed << np.uint64(bits)) | values
+            return packed, [_Plain(_spread(values, rows, count), False), *following, *digits[1:]]
+        packed = values if used == 0 else _appended(packed, bits, values)
         used += bits
         digits = [*following, *digits[1:]]
     return packed, digits
+
+
+def _appended(packed: Words, bits: int, values: Words) -> Words:
+    """In place: large temporary arrays cost more than the arithmetic."""
+    packed <<= np.uint64(bits)
+    packed |= values
+    return packed
 
 
 def _spread(values: Words, rows: Rows | None, count: int) -> Words:

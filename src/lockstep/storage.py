@@ -96,7 +96,7 @@ class Writer(Protocol):
 
     @property
     def checksum(self) -> str:
-        """BLAKE2b of what was written so far: 16 bytes in hex."""
+        """BLAKE2b of what was written so far: 16 bytes in hex; empty where none was wanted."""
         ...
 
     def close(self) -> None:
@@ -120,17 +120,18 @@ class Storage:
         self._options = options or {}
         self._stores: dict[tuple[str, str], S3Store] = {}
 
-    def create(self, url: str) -> Writer:
+    def create(self, url: str, *, hashed: bool = True) -> Writer:
         """Begin a file under a new name, with the folders above it.
 
+        `hashed` False leaves the checksum out, for files whose content is proven in another way.
         Raises: Corrupt if the name is taken; Invalid; Retryable.
         """
         if (path := local_path(url)) is not None:
-            return _LocalWriter(url, path)
+            return _LocalWriter(url, path, hashed)
         if self.size(url) is not None:
             raise _taken(url)
         store, key = self._object(url)
-        return _ObjectWriter(url, store, key)
+        return _ObjectWriter(url, store, key, hashed)
 
     def open_bytes(self, url: str) -> int:
         """What one open file may hold in memory."""
@@ -303,9 +304,9 @@ def _taken(url: str) -> Corrupt:
 
 
 class _LocalWriter:
-    def __init__(self, url: str, path: Path) -> None:
+    def __init__(self, url: str, path: Path, hashed: bool) -> None:
         self._url, self._path = url, path
-        self._hash = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        self._hash = hashlib.blake2b(digest_size=CHECKSUM_BYTES) if hashed else None
         self.size_bytes = 0
         try:
             make_folders(path.parent)
@@ -322,7 +323,8 @@ class _LocalWriter:
             self._file.write(view)
         except OSError as error:
             raise translated(error, "write", self._url) from error
-        self._hash.update(view)
+        if self._hash is not None:
+            self._hash.update(view)
         self.size_bytes += view.nbytes
         return view.nbytes
 
@@ -341,7 +343,7 @@ class _LocalWriter:
 
     @property
     def checksum(self) -> str:
-        return self._hash.hexdigest()
+        return self._hash.hexdigest() if self._hash is not None else ""
 
     def close(self) -> None:
         if self._file.closed:
@@ -474,11 +476,11 @@ def _seconds(text: str) -> timedelta:
 class _ObjectWriter:
     """obstore's writer as a Python file: there `closed` is a method, and nothing counts or hashes."""
 
-    def __init__(self, url: str, store: S3Store, key: str) -> None:
+    def __init__(self, url: str, store: S3Store, key: str, hashed: bool) -> None:
         import obstore
 
         self._url = url
-        self._hash = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        self._hash = hashlib.blake2b(digest_size=CHECKSUM_BYTES) if hashed else None
         self.size_bytes = 0
         self.closed = False
         self._file: Any = obstore.open_writer(
@@ -491,7 +493,8 @@ class _ObjectWriter:
             self._file.write(view)
         except Exception as error:
             raise translated(error, "write", self._url) from error
-        self._hash.update(view)
+        if self._hash is not None:
+            self._hash.update(view)
         self.size_bytes += view.nbytes
         return view.nbytes
 
@@ -503,7 +506,7 @@ class _ObjectWriter:
 
     @property
     def checksum(self) -> str:
-        return self._hash.hexdigest()
+        return self._hash.hexdigest() if self._hash is not None else ""
 
     def close(self) -> None:
         if self.closed:

@@ -29,6 +29,14 @@ def write(storage: Storage, url: str, data: bytes) -> None:
     writer.close()
 
 
+def test_a_checksum_that_nobody_wants_is_not_computed(storage, tmp_path):
+    writer = storage.create(str(tmp_path / "plain"), hashed=False)
+    writer.write(b"one")
+    writer.close()
+    assert writer.checksum == ""
+    assert writer.size_bytes == 3
+
+
 def test_a_closed_file_has_the_size_and_checksum_that_the_writer_says(storage, tmp_path):
     url = f"file://{tmp_path}/a/b/c.bin"
     writer = storage.create(url)

@@ -223,7 +223,9 @@ class RunFile:
         self, url: str, kind: str, schema: pa.Schema, keys: Sequence[SortKey], storage: Storage
     ) -> None:
         # On this machine's disks compression costs more than it saves; over a network it is the reverse.
-        self._file = ArrowFile(url, schema, storage, None if local_path(url) is not None else "lz4")
+        codec = None if local_path(url) is not None else "lz4"
+        # The fingerprint of the rows is compared with that of the data files: it proves more than a checksum.
+        self._file = ArrowFile(url, schema, storage, codec, hashed=kind != RUN)
         self._kind, self._keys = kind, keys
         self._samples: list[Key] = []
         self.raw_bytes = 0

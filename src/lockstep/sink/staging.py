@@ -40,9 +40,17 @@ def parse_staged_name(url: str) -> tuple[str, str, int, int, int] | None:
 class ArrowFile:
     """An Arrow file being written, block by block. It counts only once `finish` has confirmed its size."""
 
-    def __init__(self, url: str, schema: pa.Schema, storage: Storage, codec: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        schema: pa.Schema,
+        storage: Storage,
+        codec: str | None = None,
+        *,
+        hashed: bool = True,
+    ) -> None:
         self._url, self._storage = url, storage
-        self._writer: Writer = storage.create(url)
+        self._writer: Writer = storage.create(url, hashed=hashed)
         options = pa.ipc.IpcWriteOptions(compression=codec)
         self._arrow = pa.ipc.new_file(self._writer, schema, options=options)
         self.rows = 0
