@@ -34,7 +34,7 @@ from lockstep.source.files_open import (
 )
 from lockstep.source.files_parquet import ParquetRows
 from lockstep.source.files_rows import RowFormat, locate_row, plan_rows, read_rows
-from lockstep.source.files_text import TextReader, plan_text
+from lockstep.source.files_text import RecordFinder, TextReader, plan_text
 from lockstep.source.parquet_footer import agreed
 from lockstep.storage import Storage, StoredFile
 
@@ -65,6 +65,7 @@ class FilesInput:
         self._options = options
         self._config = config
         self._storage = Storage(config.storage)
+        self._finder: RecordFinder | None = None
 
     @classmethod
     def of_pin(cls, pin: Json, config: Config) -> FilesInput:
@@ -169,13 +170,17 @@ class FilesInput:
         return reader.read(descriptor, position, frozen.parsers(columns), batch_bytes)
 
     def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
-        frozen = _Frozen.of(pin)
-        if frozen.format not in TEXT_FORMATS:
-            return locate_row(frozen.files, descriptor, record)
-        return TextReader(self._storage, frozen.files, frozen.records, None).locate(descriptor, record)
+        """The line of a text, or the number of a row. Quick for one task's records in their order."""
+        if pin["format"] not in TEXT_FORMATS:
+            return locate_row(_Frozen.of(pin).files, descriptor, record)
+        if self._finder is None or self._finder.descriptor != descriptor:
+            frozen = _Frozen.of(pin)
+            reader = TextReader(self._storage, frozen.files, frozen.records, None)
+            self._finder = RecordFinder(reader, frozen.records, descriptor)
+        return self._finder.find(record)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        self._finder = None
 
     def _require_unchanged(self, files: Sequence[RawFile]) -> None:
         for file in files:

@@ -13,8 +13,33 @@ def whole_column(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def refuse_where(mask: pa.Array) -> None:
+def refuse_where(mask: pa.Array, column: int | None = None) -> None:
     """Raises: Unfit at the first True."""
     row = pc.index(mask, True).as_py()
     if row >= 0:
-        raise Unfit(row)
+        raise Unfit(row, column)
+
+
+def require_valid(array: pa.Array, column: int) -> None:
+    """Look at every value: bytes that are no UTF-8, decimals with too many digits.
+
+    Raises: Unfit at the first value that is not valid.
+    """
+    if _is_valid(array):
+        return
+    low, high = 0, len(array)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _is_valid(array.slice(low, middle - low)):
+            low = middle
+        else:
+            high = middle
+    raise Unfit(low, column)
+
+
+def _is_valid(array: pa.Array) -> bool:
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True

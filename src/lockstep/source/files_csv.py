@@ -36,12 +36,13 @@ from lockstep.errors import Invalid
 from lockstep.job import ColumnMap
 from lockstep.source import ParseOptions
 from lockstep.source.files_blocks import Dialect
-from lockstep.source.files_columns import refuse_where, whole_column
+from lockstep.source.files_columns import refuse_where, require_valid, whole_column
 from lockstep.source.files_fit import Misfit, Unfit, shown
 from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
 from lockstep.source.files_values import from_text, is_text_form, misfit_reason
 
 _ROW: Final = re.compile(r"Row #(\d+):")
+_COLUMN: Final = re.compile(r"In CSV column #(\d+):")
 _WIDTH: Final = re.compile(r"Expected (\d+) columns, got (\d+)")
 _HEXADECIMAL: Final = (b"0x", b"0X")
 
@@ -100,15 +101,25 @@ class CsvParser:
             table = self._table(block)
             arrays = [self._array(table, i) for i in range(len(self._columns))]
         except pa.ArrowInvalid as error:
-            found = _ROW.search(str(error))
-            raise Unfit(int(found[1]) - 1 if found else None) from error
+            raise self._unfit(str(error)) from error
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _unfit(self, message: str) -> Unfit:
+        """What Arrow says, without its words."""
+        row, place, width = (pattern.search(message) for pattern in (_ROW, _COLUMN, _WIDTH))
+        if row is None:
+            return Unfit()
+        if width is not None:
+            reason = f"it has {_fields(int(width[2]))} instead of {width[1]}"
+            return Unfit(int(row[1]) - 1, None, reason)
+        return Unfit(int(row[1]) - 1, self._places.index(int(place[1])) if place else None)
 
     def _table(self, block: bytes) -> dict[str, pa.Array]:
         """The columns that are asked for, by place in the file. Raises: pa.ArrowInvalid, Unfit."""
-        names = list(self._types) or ["f0"]
         quoted = self._dialect.quote in block if self._dialect.quote else False
-        others = [name for name in names if name not in self._texts]
+        others = [name for name in self._types if name not in self._texts]
+        # Always in this order, so that a record with two misfits is always rejected for the same one.
+        names = [*others, *self._texts] or ["f0"]
         if quoted and others and any(text in block for text in self._quoted_nulls):
             # Only in columns of texts do quotes around a NULL text make a difference.
             table = self._read(block, others, quoted, quoted_nulls=True)
@@ -160,15 +171,19 @@ class CsvParser:
         # One letter is looked for ten times as fast as two.
         if not self._integers or not any(mark[1:] in block and mark in block for mark in _HEXADECIMAL):
             return
-        for texts in self._read(block, self._integers, quoted, as_texts=True).values():
-            refuse_where(pc.match_substring_regex(texts, "[xX]"))
+        for name, texts in self._read(block, self._integers, quoted, as_texts=True).items():
+            refuse_where(pc.match_substring_regex(texts, "[xX]"), self._column_at(name))
 
     def _refuse_infinite(self, block: bytes, table: dict[str, pa.Array], quoted: bool) -> None:
         """A number beyond the range is parsed as infinite; only one that says so may be."""
         for name, array in table.items():
             if pa.types.is_floating(array.type) and pc.any(pc.is_inf(array)).as_py():
                 texts = self._read(block, [name], quoted, as_texts=True)[name]
-                refuse_where(pc.and_(pc.is_inf(array), pc.match_substring_regex(texts, "[0-9]")))
+                beyond = pc.and_(pc.is_inf(array), pc.match_substring_regex(texts, "[0-9]"))
+                refuse_where(beyond, self._column_at(name))
+
+    def _column_at(self, name: str) -> int:
+        return self._places.index(int(name[1:]))
 
     def _array(self, table: dict[str, pa.Array], index: int) -> pa.Array:
         place, field = self._places[index], self._schema.field(index)
@@ -176,49 +191,37 @@ class CsvParser:
             array = pa.nulls(len(next(iter(table.values()))), field.type)
         else:
             array = table[f"f{place}"]
-            if pa.types.is_nested(field.type):
-                array = _from_json(array, self._columns[index], field.type)
-            elif array.type != field.type:
-                array = from_text(array, field.type)
+            if array.type != field.type:
+                array = self._from_text(array, index)
             elif pa.types.is_decimal(array.type):
-                array.validate(full=True)  # Arrow's parser checks the digits before it adds the scale
+                require_valid(array, index)  # Arrow's parser checks the digits before it adds the scale
         if array.null_count and not field.nullable:
-            refuse_where(array.is_null())
+            refuse_where(array.is_null(), index)
         return array
 
-    # Why a record does not fit
-
-    def explain(self, record: bytes) -> Misfit:
+    def _from_text(self, texts: pa.StringArray, index: int) -> pa.Array:
+        kind = self._schema.field(index).type
         try:
-            self._read(record, ["f0"], True, as_texts=True)
-        except pa.ArrowInvalid as error:
-            width = _WIDTH.search(str(error))
-            if width is None:
-                return Misfit(None, str(error).splitlines()[0])
-            return Misfit(None, f"it has {_fields(int(width[2]))} instead of {width[1]}")
-        for column in sorted(self._columns, key=lambda c: self._names.index(c.source) if c.source else -1):
-            alone = CsvParser(self._names, [column], self._dialect, self._nulls)
-            try:
-                alone.parse(record)
-            except Unfit:
-                return Misfit(column.source or column.target, alone._reason(record))
-        return Misfit(None, "it cannot be read")
+            if pa.types.is_nested(kind):
+                return _from_json(texts, self._columns[index], kind)
+            return from_text(texts, kind)
+        except Unfit as error:
+            raise Unfit(error.row, index) from error
 
-    def _reason(self, record: bytes) -> str:
-        """Why the one column that this parser reads does not fit."""
-        column, field = self._columns[0], self._schema.field(0)
-        if column.source is None:
-            return f'nothing fills the column "{column.target}", which the target requires'
-        name = f"f{self._places[0]}"
-        is_text = pa.types.is_string(_parsed_type(field.type))
-        raw = self._read(record, [name], True, as_texts=True, quoted_nulls=not is_text)[name][0].as_py()
-        if raw is None:
-            return "it is NULL, and the target requires a value"
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError:
-            return f"{shown(raw.decode('utf-8', 'backslashreplace'))} is not valid UTF-8"
-        return f"{shown(text)} {misfit_reason(text, column.type)}"
+    def explain(self, record: bytes, unfit: Unfit) -> Misfit:
+        if unfit.column is None:
+            return Misfit(None, unfit.reason or "it cannot be read as CSV")
+        column = self._columns[unfit.column]
+        place = self._places[unfit.column]
+        if place is None:
+            return Misfit(column.target, "nothing fills this column, and the target requires a value")
+        raw = read_fields(record, self._dialect)[place]
+        text = raw.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        if text in self._nulls and column.required:
+            return Misfit(column.source, "it is NULL, and the target requires a value")
+        if text != raw:
+            return Misfit(column.source, f"{shown(text)} is not valid UTF-8")
+        return Misfit(column.source, f"{shown(text)} {misfit_reason(text, column.type)}")
 
 
 def _fields(count: int) -> str:
@@ -244,13 +247,9 @@ def _parsed_type(kind: pa.DataType) -> pa.DataType:
 
 
 def read_fields(record: bytes, dialect: Dialect) -> list[str]:
-    """The fields of one record, for a header. Raises: Invalid if it is not UTF-8."""
-    try:
-        text = record.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Invalid(f"its header is not valid UTF-8: {error.reason} at byte {error.start}") from error
+    """The fields of one record; bytes that are no UTF-8 as Python's surrogate escapes."""
     reader = csv.reader(
-        io.StringIO(text, newline=""),
+        io.StringIO(record.decode("utf-8", "surrogateescape"), newline=""),
         delimiter=dialect.delimiter.decode(),
         quotechar=dialect.quote.decode() or None,
         escapechar=dialect.escape.decode() or None,

@@ -106,10 +106,9 @@ def _open_csv(
     if not spans:
         return None, replace(file, start=start + len(block), line=line + count_lines(block)), b""
     begin, end = spans[0]
-    try:
-        fields = read_fields(block[begin:end], dialect)
-    except Invalid as error:
-        raise Invalid(f"cannot read {file.url}: {error.message}", hint=error.hint) from error
+    fields = read_fields(block[begin:end], dialect)
+    if any("\udc80" <= char <= "\udcff" for name in fields for char in name) and options.header:
+        raise Invalid(f"cannot read {file.url}: its header is not valid UTF-8")
     if not options.header:
         return _made_names(len(fields), options.schema), replace(file, start=start, line=line), block
     names = [name or f"c{number}" for number, name in enumerate(fields)]

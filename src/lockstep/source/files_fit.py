@@ -7,10 +7,11 @@ block it stands in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy as np
 import pyarrow as pa
 
 RECORDS_AT_ONCE: Final = 128
@@ -19,11 +20,17 @@ SHOWN_CHARS: Final = 80
 
 
 class Unfit(Exception):
-    """Some record of a block does not fit; `row` counts from 0 where the parser knows which one."""
+    """Some record of a block does not fit.
 
-    def __init__(self, row: int | None = None) -> None:
-        super().__init__(row)
+    `row` counts from 0 where the parser knows which record it is; only then `column` may be the target column
+    that it is about, by number, or `reason` say all of it.
+    """
+
+    def __init__(self, row: int | None = None, column: int | None = None, reason: str | None = None) -> None:
+        super().__init__(row, column, reason)
         self.row = row
+        self.column = column
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,8 @@ class Parser(Protocol):
         """Begin and end of each record."""
         ...
 
-    def explain(self, record: bytes) -> Misfit:
-        """Why a record fails that failed alone."""
+    def explain(self, record: bytes, unfit: Unfit) -> Misfit:
+        """Why a record does not fit, of which `parse` has said so."""
         ...
 
 
@@ -86,40 +93,38 @@ def _taken_apart(parser: Parser, block: bytes) -> Fitted:
     batches: list[pa.RecordBatch] = []
     bad: list[Bad] = []
     for start in range(0, len(spans), RECORDS_AT_ONCE):
-        for first, last, batch in _pieces(
-            parser, block, spans, start, min(start + RECORDS_AT_ONCE, len(spans))
-        ):
-            if batch is not None:
-                batches.append(batch)
-                continue
-            for row in range(first, last):
-                begin, end = spans[row]
-                record = block[begin:end]
-                bad.append(Bad(row, begin, parser.explain(record), shown_raw(record)))
-    numbers = pa.array(sorted(set(range(len(spans))) - {each.row for each in bad}), pa.int64())
-    return Fitted(_joined(batches, parser), numbers, bad)
+        rows = list(range(start, min(start + RECORDS_AT_ONCE, len(spans))))
+        while rows:
+            records = [block[slice(*spans[row])] for row in rows]
+            try:
+                batches.append(parser.parse(b"".join(records)))
+                break
+            except Unfit as error:
+                number, unfit = (error.row, error) if error.row is not None else _culprit(parser, records)
+                row = rows.pop(number)
+                misfit = parser.explain(records[number], unfit)
+                bad.append(Bad(row, spans[row][0], misfit, shown_raw(records[number])))
+    bad.sort(key=lambda each: each.row)
+    numbers = np.setdiff1d(np.arange(len(spans)), [each.row for each in bad])
+    return Fitted(_joined(batches, parser), pa.array(numbers, pa.int64()), bad)
 
 
-def _pieces(
-    parser: Parser, block: bytes, spans: Sequence[tuple[int, int]], first: int, last: int
-) -> Iterator[tuple[int, int, pa.RecordBatch | None]]:
-    """Ranges of records in their order: with their batch, or one alone without, since it does not fit."""
-    if first == last:
-        return
+def _culprit(parser: Parser, records: Sequence[bytes]) -> tuple[int, Unfit]:
+    """A record that does not fit alone, and why. There is one: together they do not fit."""
+    low, high = 0, len(records)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            parser.parse(b"".join(records[low:middle]))
+        except Unfit:
+            high = middle
+        else:
+            low = middle
     try:
-        batch = parser.parse(block[spans[first][0] : spans[last - 1][1]])
+        parser.parse(records[low])
     except Unfit as error:
-        if last - first == 1:
-            yield first, last, None
-            return
-        # The parser stops at its first failure, so what stands before that row is worth one more try.
-        cut = first + error.row if error.row is not None and first + error.row < last else (first + last) // 2
-        yield from _pieces(parser, block, spans, first, cut)
-        if cut > first or error.row is not None:
-            yield from _pieces(parser, block, spans, cut, cut + 1)
-            yield from _pieces(parser, block, spans, cut + 1, last)
-    else:
-        yield first, last, batch
+        return low, error
+    raise AssertionError("records that fit alone do not fit together")
 
 
 def _joined(batches: Sequence[pa.RecordBatch], parser: Parser) -> pa.RecordBatch:

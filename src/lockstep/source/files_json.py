@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from functools import cached_property
 from typing import Any, Final
 
 import pyarrow as pa
@@ -21,13 +22,12 @@ import pyarrow.json as arrow_json
 from lockstep.arrow_types import arrow_schema, type_text
 from lockstep.job import ColumnMap
 from lockstep.source.files_blocks import Lines
-from lockstep.source.files_columns import refuse_where, whole_column
+from lockstep.source.files_columns import refuse_where, require_valid, whole_column
 from lockstep.source.files_fit import Misfit, Unfit, shown
 from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
 from lockstep.source.files_values import from_text, is_text_form, misfit_reason
 
 RECORDS: Final = Lines()
-_ROW: Final = re.compile(r"in row (\d+)")
 _NUMBERS: Final = re.compile(r"int|long|float|double|decimal\(.*")
 
 
@@ -54,9 +54,9 @@ class JsonParser:
     def parse(self, block: bytes) -> pa.RecordBatch:
         lines = [line for line in block.split(b"\n") if line.strip(b" \t\r")]
         arrays = self._one_by_one(lines) if self._nested else self._at_once(lines)
-        for array, field in zip(arrays, self._schema, strict=True):
+        for index, (array, field) in enumerate(zip(arrays, self._schema, strict=True)):
             if array.null_count and not field.nullable:
-                refuse_where(array.is_null())
+                refuse_where(array.is_null(), index)
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     # All lines at once, by Arrow's parser
@@ -67,8 +67,7 @@ class JsonParser:
             members = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
             return [self._array(members, i, lines) for i in range(len(self._columns))]
         except pa.ArrowInvalid as error:
-            found = _ROW.search(str(error))
-            raise Unfit(int(found[1]) if found else None) from error
+            raise Unfit from error
 
     def _structs(self, lines: Sequence[bytes], kind: pa.StructType) -> pa.StructArray:
         """One struct for each line. Raises: pa.ArrowInvalid, Unfit.
@@ -102,7 +101,7 @@ class JsonParser:
             return pa.nulls(len(lines), field.type)
         array = members[column.source]
         if pa.types.is_string(array.type) or pa.types.is_decimal(array.type):
-            array.validate(full=True)  # Arrow checks neither UTF-8 nor the digits of a decimal
+            require_valid(array, index)  # Arrow checks neither UTF-8 nor the digits of a decimal
         if pa.types.is_float32(array.type) and pc.any(pc.is_inf(array)).as_py():
             self._refuse_infinite(array, column.source, lines)
         if array.type == field.type:
@@ -143,19 +142,24 @@ class JsonParser:
 
     # Why a record does not fit
 
-    def explain(self, record: bytes) -> Misfit:
+    def explain(self, record: bytes, unfit: Unfit) -> Misfit:
         try:
             decoded = self._decoded(record)
         except Misvalue as error:
             return Misfit(None, f"it {error}")
-        for column in self._columns:
-            alone = JsonParser((), [column])
-            alone._strict = False
+        for index, column in enumerate(self._columns):
+            alone = self._alone[index]
             try:
                 alone.parse(record)
             except Unfit:
                 return Misfit(column.source or column.target, _reason(decoded.get(column.source), column))
         return Misfit(None, "it cannot be read as JSON")
+
+    @cached_property
+    def _alone(self) -> list[JsonParser]:
+        """Parsers of one column each, which leave out all others."""
+        others = [column.source or "" for column in self._columns]
+        return [JsonParser(["", *others], [column]) for column in self._columns]
 
 
 def _reason(value: Any, column: ColumnMap) -> str:

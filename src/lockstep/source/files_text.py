@@ -171,19 +171,39 @@ class TextReader:
                 file.url,
             )
 
-    def locate(self, descriptor: Json, record: int) -> Place:
-        """Reads the task again up to that record, without parsing it."""
-        seen = 0
+    def blocks(self, descriptor: Json) -> Iterator[tuple[RawFile, int, bytes]]:
+        """All blocks of a task, each with its file and the absolute number of its first line."""
         for piece in pieces_of(descriptor):
             line = piece.line
             for block in self._blocks(piece, piece.start, BLOCK_BYTES):
-                spans = self._records.spans(block)
-                if record < seen + len(spans):
-                    begin = spans[record - seen][0]
-                    return Place(self._files[piece.file].url, line + count_lines(block[:begin]))
-                seen += len(spans)
+                yield self._files[piece.file], line, block
                 line += count_lines(block)
-        raise IndexError(f"the task has {seen} records, and {record} was asked for")
+
+
+class RecordFinder:
+    """Where the records of one task stand. Asked in their order, it reads the task once, without parsing."""
+
+    def __init__(self, reader: TextReader, records: Records, descriptor: Json) -> None:
+        self.descriptor = descriptor
+        self._reader = reader
+        self._records = records
+        self._places: list[tuple[str, int]] = []
+        self._rewind()
+
+    def find(self, record: int) -> Place:
+        if record < self._first:
+            self._rewind()
+        while record >= self._first + len(self._places):
+            self._first += len(self._places)
+            file, line, block = next(self._blocks)
+            begins = [begin for begin, _ in self._records.spans(block)]
+            lines = line + np.searchsorted(line_ends(block), begins, "right")
+            self._places = [(file.url, place) for place in lines.tolist()]
+        return Place(*self._places[record - self._first])
+
+    def _rewind(self) -> None:
+        self._blocks = self._reader.blocks(self.descriptor)
+        self._first, self._places = 0, []
 
 
 def _rejects(fitted: Fitted, block: bytes, record: int, line: int) -> Iterator[Reject]:
