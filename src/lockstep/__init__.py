@@ -4,6 +4,7 @@
 
     job = lockstep.export("chdb:data/db/events", "iceberg://lake/db.events", partition="202401", create=True)
     job.wait()
+    lockstep.import_files("data/*.csv.gz", "iceberg://lake/db.raw", create=True, sort_by=["user_id"]).wait()
 
 The functions do what the commands of the same names do; `Export` follows the jobs of one request.
 """
@@ -44,6 +45,7 @@ __all__ = [
     "NoSuchJob",
     "Retryable",
     "export",
+    "import_files",
     "jobs",
 ]
 
@@ -93,6 +95,54 @@ def export(
     )
     planned = plan_export(request, settings, store)
     return Export(settings, store, [job.job_id for job in planned.jobs])
+
+
+def import_files(
+    inputs: str | Iterable[str],
+    target: str,
+    *,
+    create: bool = False,
+    mode: str = "auto",
+    sort_by: Iterable[str] = (),
+    unique: Iterable[str] = (),
+    on_duplicate: str = "error",
+    max_rejects: int = 0,
+    rejects: str | None = None,
+    on_existing: str = "error",
+    file_size_bytes: int = 256_000_000,
+    deadline_s: float | None = None,
+    config: Path | str | None = None,
+    **parse: Any,
+) -> Export:
+    """Record one job that imports raw files, or a table; `wait()` on the answer runs it.
+
+    `parse` are the fields of `ParseOptions`: format, delimiter, quote, escape, header, null, compression,
+    skip, limit, schema. Raises: Invalid or Conflict, with nothing created.
+    """
+    from lockstep.config import load_config
+    from lockstep.importer import ImportRequest, plan_import
+    from lockstep.source import ParseOptions
+    from lockstep.store import open_store
+
+    settings = load_config(Path(config) if config is not None else None)
+    store = open_store(settings.store_url)
+    request = ImportRequest(
+        (inputs,) if isinstance(inputs, str) else tuple(inputs),
+        target,
+        ParseOptions(**parse),
+        mode,
+        tuple(sort_by),
+        tuple(unique),
+        on_duplicate,
+        max_rejects,
+        rejects,
+        create,
+        on_existing,
+        file_size_bytes,
+        deadline_s,
+    )
+    job, _ = plan_import(request, settings, store)
+    return Export(settings, store, [job.job_id])
 
 
 def jobs(config: Path | str | None = None) -> list[Job]:

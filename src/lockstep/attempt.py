@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,12 +15,10 @@ from lockstep.config import Config
 from lockstep.engine.channel import Channel
 from lockstep.errors import ErrorInfo, Fenced
 from lockstep.job import Json, Lease, Plan, Position, Progress, StagedFile, Verdict
-from lockstep.runtime import failpoint
-from lockstep.sink import Sink
-from lockstep.source import Source, open_source
+from lockstep.pipeline import Pipeline, open_pipeline
+from lockstep.runtime import SYSTEM_CLOCK, failpoint
 
 HEARTBEAT_S: Final = 1.0
-BATCHES_IN_MEMORY: Final = 16
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def run_attempt(assignment: Assignment) -> None:
     lease = Lease(**begun["lease"])
     link = Link(channel, lease, Progress(begun["rows_done"], begun["bytes_done"]))
     try:
-        _write(assignment, link, begun["position"])
+        _run(assignment, link, begun["position"])
     except Stopped:
         link.give_back()
     except Fenced:
@@ -153,43 +150,52 @@ class Link:
             self._verdict = Verdict(answer)
 
 
-def _write(assignment: Assignment, link: Link, position: Position | None) -> None:
+def _run(assignment: Assignment, link: Link, position: Position | None) -> None:
     plan = Plan.from_json(assignment.plan)
-    source = open_source(assignment.source_address, assignment.config)
-    sink = _sink(plan, link, assignment.config.storage)
+    pipeline = open_pipeline(
+        plan, link.lease, assignment.descriptor, assignment.source_address, assignment.config
+    )
     try:
-        last = _pump(plan, source, sink, assignment.descriptor, link, position)
-        staged = sink.flush()
-        failpoint("write.before_finish")
+        last = _pump(pipeline, link, position)
+        staged = _flushed(pipeline, link)
+        if link.lease.stage == "write":
+            failpoint("write.before_finish")
         link.obey()
         link.finish(last or {}, staged)
     except BaseException:
-        sink.abort()
+        pipeline.sink.abort()
         raise
     finally:
-        source.close()
+        pipeline.close()
 
 
-def _pump(
-    plan: Plan, source: Source, sink: Sink, descriptor: Json, link: Link, position: Position | None
-) -> Position | None:
-    batch_bytes = plan.limits.task_memory_bytes // BATCHES_IN_MEMORY
-    for chunk in source.read(plan.pin, descriptor, position, plan.columns, batch_bytes):
+def _pump(pipeline: Pipeline, link: Link, position: Position | None) -> Position | None:
+    checkpointed_at = SYSTEM_CLOCK.now()
+    for chunk in pipeline.read(position):
         link.obey()
-        sink.add(chunk.batch)
-        link.advance(chunk.batch.num_rows, sink.pending_bytes)
+        pipeline.add(chunk)
+        link.advance(chunk.batch.num_rows, pipeline.sink.pending_bytes)
         if chunk.position is None:
             continue
         position = chunk.position
-        if sink.full or link.pause_asked:
-            link.checkpoint(position, sink.flush())
-            failpoint("write.after_checkpoint")
+        waited_s = SYSTEM_CLOCK.now() - checkpointed_at
+        due = pipeline.checkpoint_s is not None and waited_s >= pipeline.checkpoint_s
+        if pipeline.sink.full or link.pause_asked or due:
+            link.checkpoint(position, _flushed(pipeline, link))
+            checkpointed_at = SYSTEM_CLOCK.now()
+            _checkpointed(link.lease.stage)
     return position
 
 
-def _sink(plan: Plan, link: Link, storage: Mapping[str, Mapping[str, str]]) -> Sink:
-    from lockstep.sink.datafile import DataFileSink
-    from lockstep.storage import Storage
+def _flushed(pipeline: Pipeline, link: Link) -> list[StagedFile]:
+    staged = pipeline.flush()
+    if link.lease.stage == "map" and staged:
+        failpoint("map.after_run")
+    return staged
 
-    lease = link.lease
-    return DataFileSink(plan, lease.job_id, lease.stage, lease.index, lease.epoch, Storage(storage))
+
+def _checkpointed(stage: str) -> None:
+    if stage == "write":
+        failpoint("write.after_checkpoint")
+    elif stage == "map":
+        failpoint("map.after_checkpoint")

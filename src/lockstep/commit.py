@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from lockstep.config import Config, expand
 from lockstep.errors import Corrupt, ErrorInfo, Fenced, Incompatible, Invalid, LockstepError, Retryable
-from lockstep.job import CommitLease, Event, Job, StagedFile, commit_id
+from lockstep.job import DATA, CommitLease, Event, Job, Kind, StagedFile, commit_id
+from lockstep.review import review
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, worker_name
 from lockstep.store import CommitClaim, JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
@@ -37,12 +38,14 @@ def commit(
     target: Target,
     clock: Clock = SYSTEM_CLOCK,
     patience_s: float = math.inf,
+    objection: Callable[[Job], ErrorInfo | None] = lambda job: None,
 ) -> Job:
     """Bring a committing job to its end; whoever holds the lease may call this, any number of times.
 
     Comes back with a job that is still `committing` only when the target could not be asked about a
     request that may have landed: then nobody can know, and the commit is handed on to be tried later. A
-    caller who cannot wait for the whole budget hands it on after `patience_s`.
+    caller who cannot wait for the whole budget hands it on after `patience_s`. `objection` has the last word
+    on what is to be published.
     Raises: Fenced if another worker has taken the commit over.
     """
     failpoint("commit.after_intent")
@@ -56,7 +59,7 @@ def commit(
                 return store.end(claim.lease, Event.KILL)
             last_round = _out_of_budget(job, clock) is not None
             try:
-                ended = _step(job, claim.lease, store, target, clock, last_round)
+                ended = _step(job, claim.lease, store, target, clock, last_round, objection)
                 if ended is not None:
                     return ended
             except Fenced:
@@ -78,7 +81,13 @@ def commit(
 
 
 def _step(
-    job: Job, lease: CommitLease, store: JobStore, target: Target, clock: Clock, last_round: bool
+    job: Job,
+    lease: CommitLease,
+    store: JobStore,
+    target: Target,
+    clock: Clock,
+    last_round: bool,
+    objection: Callable[[Job], ErrorInfo | None],
 ) -> Job | None:
     """One round of the loop: read the register, then do the one thing that it calls for."""
     # A table that is away for a moment, or hidden from us, proves nothing about a request that was sent.
@@ -100,7 +109,7 @@ def _step(
     if outcome is Outcome.FENCED:
         event = Event.KILL if job.kill_requested else Event.FAIL
         return store.end(lease, event, error=ErrorInfo.of(_fenced_elsewhere(job)))
-    ending, files = _reason_not_to_publish(job, head, store, target, clock)
+    ending, files = _reason_not_to_publish(job, head, store, target, clock, objection)
     if ending is None:
         ending = _publish(job, lease, head, files, store, target)
     return None if ending is None else _end_unpublished(job, lease, head, ending, store, target)
@@ -144,7 +153,12 @@ def _end_unpublished(
 
 
 def _reason_not_to_publish(
-    job: Job, head: TargetTable, store: JobStore, target: Target, clock: Clock
+    job: Job,
+    head: TargetTable,
+    store: JobStore,
+    target: Target,
+    clock: Clock,
+    objection: Callable[[Job], ErrorInfo | None],
 ) -> tuple[Ending | None, list[StagedFile]]:
     if job.kill_requested:
         return Ending(Event.KILL, None), []
@@ -152,7 +166,9 @@ def _reason_not_to_publish(
         return Ending(Event.FAIL, out), []
     if differences := target.drift(head, job.plan):
         return Ending(Event.FAIL, ErrorInfo.of(_drifted(job, differences))), []
-    files = list(store.manifest(job.job_id, job.plan.stages[-1]))
+    if problem := objection(job):
+        return Ending(Event.FAIL, problem), []
+    files = [file for file in store.manifest(job.job_id, job.plan.stages[-1]) if file.kind == DATA]
     if job.plan.rows is not None and (rows := sum(file.rows for file in files)) != job.plan.rows:
         return Ending(Event.FAIL, ErrorInfo.of(_miscounted(rows, job.plan.rows))), []
     if gone := target.missing(files):
@@ -294,7 +310,9 @@ def run_commit(
             store.yield_commit(claim.lease, GIVE_UP_PAUSE_S)
             return store.read(claim.job.job_id)
         return store.end(claim.lease, Event.FAIL, error=ErrorInfo.of(error))
-    return commit(claim, store, target, clock, patience_s)
+    if claim.job.kind is Kind.EXPORT:
+        return commit(claim, store, target, clock, patience_s)
+    return commit(claim, store, target, clock, patience_s, lambda job: review(job, store, config))
 
 
 def settle(

@@ -209,6 +209,9 @@ class Holding:
             return None
         if self.whole and other.whole:
             return self.pieces[0] if self.pieces else Piece("*")
+        if all(piece.first is None for piece in other.pieces):
+            names = {piece.name for piece in other.pieces}
+            return next((piece for piece in self.pieces if piece.name in names), None)
         for mine in self.pieces:
             if any(mine.overlaps(theirs) for theirs in other.pieces):
                 return mine
@@ -266,6 +269,8 @@ class ImportTerms:
     on_duplicate: str = "error"
     max_rejects: int = 0
     rejects: str | None = None
+    rows_estimate: int = 0
+    """About how many records the inputs have, for progress only. 0: nobody knows."""
 
     def to_json(self) -> Json:
         return {**vars(self), "order": [vars(key) for key in self.order], "unique": list(self.unique)}

@@ -15,6 +15,14 @@ from lockstep.job import Fingerprint, Job, Json, State, Task, TaskState
 from lockstep.runtime import rfc3339
 
 MOST_WAITING: Final = 50
+STAGE_SPANS: Final = {
+    "map": (0.0, 0.5),
+    "combine": (0.5, 0.6),
+    "recombine": (0.6, 0.65),
+    "unique": (0.65, 0.75),
+    "merge": (0.5, 1.0),
+}
+"""About how far an import is when a stage begins and when it ends."""
 
 
 def job_document(job: Job, tasks: Sequence[Task] | None = None) -> Json:
@@ -115,9 +123,17 @@ def progress(job: Job) -> float:
         return 1.0
     if job.plan.rows:
         return round(min(1.0, job.rows_done / job.plan.rows), 4)
-    if job.tasks_total:
-        return round(job.tasks_done / job.tasks_total, 4)
-    return 0.0
+    if job.state is State.COMMITTING:
+        return 0.99
+    first, last = STAGE_SPANS.get(job.stage, (0.0, 1.0)) if len(job.plan.stages) > 1 else (0.0, 1.0)
+    return round(first + (last - first) * _stage_progress(job), 4)
+
+
+def _stage_progress(job: Job) -> float:
+    estimate = job.plan.terms.rows_estimate if job.plan.terms else 0
+    by_tasks = job.tasks_done / job.tasks_total if job.tasks_total else 0.0
+    # An estimate may be wrong: only finished tasks say that a stage is over.
+    return max(by_tasks, min(0.99, job.rows_done / estimate)) if estimate else by_tasks
 
 
 def rows_per_s(job: Job) -> float | None:
@@ -129,8 +145,12 @@ def rows_per_s(job: Job) -> float | None:
 
 
 def eta_s(job: Job) -> float | None:
-    """Seconds until all rows are written, at the average pace; None unless rows are being written."""
-    pace = rows_per_s(job)
-    if job.state is not State.RUNNING or not pace or job.plan.rows is None:
+    """Seconds until all rows are written, at the pace so far; None unless rows are being written."""
+    if job.state is not State.RUNNING or job.started_at is None:
         return None
-    return round(max(0, job.plan.rows - job.rows_done) / pace, 1)
+    if job.plan.rows is None:
+        done = progress(job)
+        elapsed_s = job.updated_at - job.started_at
+        return round(elapsed_s * (1 - done) / done, 1) if done > 0.02 and elapsed_s > 0 else None
+    pace = rows_per_s(job)
+    return round(max(0, job.plan.rows - job.rows_done) / pace, 1) if pace else None

@@ -27,6 +27,7 @@ from lockstep.job import (
     Event,
     Job,
     Json,
+    Kind,
     Lease,
     Limits,
     Plan,
@@ -38,6 +39,7 @@ from lockstep.job import (
 )
 from lockstep.routes import Routes, probes, route_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, is_dead, worker_name
+from lockstep.stages import advance, release_runs, stage_is_over
 from lockstep.storage import with_catalog
 from lockstep.store import Claim, CommitClaim, JobStore
 
@@ -81,6 +83,17 @@ class Wave:
     future: Future[None]
     keys: set[TaskKey] = field(default_factory=set)
     cancelled: bool = False
+
+
+@dataclass
+class Advance:
+    """A job's step from `stage` to the next one, and how it went so far."""
+
+    stage: str
+    since: float
+    failures: int = 0
+    not_before: float = 0.0
+    idle: bool = True
 
 
 def retry_delay_s(task: Task, error: ErrorInfo, limits: Limits, now: float) -> float | None:
@@ -133,6 +146,7 @@ class Worker:
         """By the UUID of the table: one at a time into each, or our own would make each other retry."""
         self._commit_routes: dict[str, str] = {}
         """The catalog and the storage of each table that was committed to."""
+        self._advances: dict[str, Advance] = {}
         self._unpins: dict[str, tuple[Future[None], float]] = {}
         self._routes = Routes()
         self._waves_started = 0
@@ -174,6 +188,7 @@ class Worker:
             live = self._live()
             self._take_over_from_the_dead(live)
             self._enforce_deadlines(live)
+            self._start_advances(live)
             self._start_commits(live)
             self._start_tasks(live)
             pinned = self._start_unpins()
@@ -320,6 +335,38 @@ class Worker:
             self._waves[group] = Wave(future, {_key(claim.lease) for claim in claims})
         future.add_done_callback(lambda done: self._wave_ended(group, done))
 
+    def _start_advances(self, live: Sequence[Job]) -> None:
+        """Take imports whose stage is over to their next one, beside everything else that goes on."""
+        for job in filter(stage_is_over, live):
+            step = self._advances.get(job.job_id)
+            if step is None or step.stage != job.stage:
+                step = self._advances[job.job_id] = Advance(job.stage, self._clock.now())
+            if step.idle and self._clock.now() >= step.not_before:
+                step.idle = False
+                self._committers.submit(self._advance, job, step)
+
+    def _advance(self, job: Job, step: Advance) -> None:
+        try:
+            advance(job, self._store, self._config, self._clock)
+        except Fenced:
+            pass  # somebody else has taken the step, or ended the job
+        except Exception as error:  # whatever its class, it spends the stage's budget
+            self._after_failed_advance(job, step, error)
+        finally:
+            step.idle = True
+            self._wake.set()
+
+    def _after_failed_advance(self, job: Job, step: Advance, error: Exception) -> None:
+        step.failures += 1
+        limits, now = job.plan.limits, self._clock.now()
+        info = ErrorInfo.of(error)
+        step.not_before = now + backoff_s(step.failures)
+        spent = step.failures >= limits.task_attempts or now - step.since > limits.task_deadline_s
+        if info.permanent or spent:
+            message = f"stage {job.stage} is done, but the next one could not begin: {info.message}"
+            with contextlib.suppress(LockstepError):  # the store is away: the next round comes here again
+                self._store.stop(job.job_id, Event.FAIL, replace(info, message=message))
+
     def _start_commits(self, live: Sequence[Job]) -> None:
         self._commits = {table: future for table, future in self._commits.items() if not future.done()}
         busy = Counter(self._commit_routes[table] for table in self._commits)
@@ -356,7 +403,8 @@ class Worker:
             earlier = self._unpins.get(job.job_id)
             if earlier and (not earlier[0].done() or now - earlier[1] < UNPIN_PAUSE_S):
                 continue
-            future = self._unpinners.submit(release_pin, self._store, job, self._config)
+            release = release_pin if job.kind is Kind.EXPORT else release_runs
+            future = self._unpinners.submit(release, self._store, job, self._config)
             self._unpins[job.job_id] = (future, now)
         return unreleased
 
@@ -588,6 +636,7 @@ class Worker:
     def _finished(self, until: Until, seen: Seen) -> bool:
         with self._lock:
             busy = bool(self._held) or any(not future.done() for future in self._commits.values())
+            busy = busy or not all(step.idle for step in self._advances.values())
         # Jobs that have ended or are paused are not live, so this is the end of both kinds.
         if busy or until == "forever" or seen.live:
             return False

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from lockstep.job import Job, State
 from tests import players
@@ -42,6 +42,7 @@ class Family:
     prepare: Callable[[Lab], None]
     request: Callable[[Lab], tuple[str, ...]]
     assert_exact: Callable[[Lab], None]
+    limits: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,10 @@ def matrix(
         name = re.sub("[^a-z]+", "-", cell.name)
         folder = root / name
         folder.mkdir()
-        lab = Lab(folder, chdb_folder, empty_stores(cell.store, name), limits=LIMITS)
+        family = FAMILIES[cell.family]
+        lab = Lab(folder, chdb_folder, empty_stores(cell.store, name), limits={**LIMITS, **family.limits})
         try:
-            return Drill(FAMILIES[cell.family], cell, lab, zygote).run()
+            return Drill(family, cell, lab, zygote).run()
         finally:
             lab.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import keyword
 import logging
 import os
 import sys
@@ -31,6 +32,7 @@ from lockstep.runtime import SYSTEM_CLOCK, rfc3339
 
 COMMANDS: Final = {
     "export": "export",
+    "import": "imports",
     "jobs": "jobs",
     "show": "jobs",
     "watch": "jobs",
@@ -46,7 +48,8 @@ COMMANDS: Final = {
     "doctor": "doctor",
     "demo": "demo",
 }
-"""Command to module of lockstep.cli; the function has the command's name."""
+"""Command to module of lockstep.cli; the function has the command's name, with an underscore if it is a word
+of the language."""
 
 
 class Command(typer.core.TyperCommand):
@@ -80,7 +83,8 @@ class LazyCommands(typer.core.TyperGroup):
             )
         module = importlib.import_module(f"lockstep.cli.{COMMANDS[cmd_name]}")
         alone = typer.Typer(add_completion=False)
-        alone.command(cmd_name, cls=Command)(getattr(module, cmd_name))
+        function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        alone.command(cmd_name, cls=Command)(getattr(module, function))
         return typer.main.get_command(alone)
 
 
@@ -101,7 +105,8 @@ def lockstep(
         False, "--version", callback=_version, is_eager=True, help="Print the version and leave."
     ),
 ) -> None:
-    """Exactly-once bulk export for Apache Iceberg: durable jobs that survive the loss of any process."""
+    """Exactly-once bulk export and import for Apache Iceberg: durable jobs that survive the loss of any
+    process."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

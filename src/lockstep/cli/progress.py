@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from lockstep.cli.render import (
-    NOTHING,
     Line,
     Screen,
     Span,
@@ -24,7 +23,7 @@ from lockstep.cli.render import (
 )
 from lockstep.job import Job, State
 from lockstep.runtime import Clock
-from lockstep.view import progress
+from lockstep.view import eta_s, progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,7 +70,7 @@ class ProgressView:
         self._note = note or (lambda _: "")
         self._noted = ""
         self._paces: dict[str, Pace] = {}
-        self._said: dict[str, tuple[State, int, int]] = {}
+        self._said: dict[str, tuple[str, int, int]] = {}
         self._said_at: dict[str, float] = {}
         self._live: Live | None = None
         self._jobs: Sequence[Job] = ()
@@ -125,7 +124,7 @@ class ProgressView:
             Span("━" * filled, style),
             Span("┄" * (BAR - filled), "grey50"),
             f" {percent(done):>5}  ",
-            Span(f"{job.state.value:<10}", style),
+            Span(f"{_phase(job):<10}", style),
             f" {number(job.rows_done)} rows",
             Span(self._detail(job), "dim"),
             indent=2,
@@ -166,18 +165,18 @@ class ProgressView:
             self._screen.print(note)
         self._noted = note
         for job in self._jobs:
-            news = (job.state, job.rows_done, job.tasks_waiting_for_retry)
+            news = (_phase(job), job.rows_done, job.tasks_waiting_for_retry)
             said = self._said.get(job.job_id)
             waited_s = now - self._said_at.get(job.job_id, 0.0)
-            least_s = PLAIN_EVERY_S if said and said[0] is job.state else PLAIN_LEAST_S
+            least_s = PLAIN_EVERY_S if said and said[0] == _phase(job) else PLAIN_LEAST_S
             # The end is said at once; everything else only if it is new, and not too often.
             if said == news or (job.state.live and waited_s < least_s):
                 continue
             self._said[job.job_id], self._said_at[job.job_id] = news, now
-            total = number(job.plan.rows) if job.plan.rows is not None else NOTHING
+            total = f" of {number(job.plan.rows)}" if job.plan.rows is not None else ""
             self._screen.print(
-                f"{_label(job)}: {job.state.value} {percent(progress(job))}, "
-                f"{number(job.rows_done)} of {total} rows{self._detail(job)}"
+                f"{_label(job)}: {_phase(job)} {percent(progress(job))}, "
+                f"{number(job.rows_done)}{total} rows{self._detail(job)}"
             )
 
 
@@ -206,8 +205,17 @@ def _label(job: Job) -> str:
     return job.plan.partition if job.plan.partition is not None else job.job_id
 
 
+def _phase(job: Job) -> str:
+    """The state, and for a running import its stage instead."""
+    if job.state is State.RUNNING and len(job.plan.stages) > 1:
+        return job.stage
+    return job.state.value
+
+
 def _left_s(job: Job, pace: float | None) -> float | None:
-    if not pace or job.plan.rows is None:
+    if job.plan.rows is None:
+        return eta_s(job)
+    if not pace:
         return None
     return max(0, job.plan.rows - job.rows_done) / pace
 

@@ -145,6 +145,8 @@ class DataFileSink:
         del self._open[values]
         if self._stage == "write":
             failpoint("write.after_file")
+        elif self._stage == "merge":
+            failpoint("merge.after_file")
 
 
 # Names

@@ -39,13 +39,15 @@ class RejectSink:
         return self._seen > self._most
 
     def add(self, rejects: Iterable[Reject]) -> None:
-        """Beyond the limit only the first one is kept: it says why the job fails."""
+        """Beyond the limit no more than one is kept: it says why the job fails."""
         for reject in rejects:
             self._seen += 1
             if self._seen <= self._most + 1:
                 self._pending.append(reject)
 
-    def first(self) -> Reject:
+    @property
+    def last(self) -> Reject:
+        """The newest one that was kept since the last flush."""
         return self._pending[-1]
 
     def flush(self) -> list[StagedFile]:

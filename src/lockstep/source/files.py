@@ -114,7 +114,12 @@ class FilesInput:
             "record_bytes": described.record_bytes,
             "files": [file.to_json() for file in files],
         }
-        parts = [PartInfo(file.url, file.rows or 0, file.size_bytes, Piece(file.url)) for file in files]
+        # A file with new content is another one: yesterday's import of its name is not in the way.
+        pieces = [Piece(f"{file.url}#{file.size_bytes}-{file.identity}") for file in files]
+        parts = [
+            PartInfo(file.url, file.rows or 0, file.size_bytes, piece)
+            for file, piece in zip(files, pieces, strict=True)
+        ]
         return Pin(detail, parts, sum(part.rows for part in parts))
 
     def _describe_rows(self, format: RowFormat) -> Described:

@@ -48,6 +48,13 @@ class Target(Protocol):
         """Create the table, or load it where somebody else just did (the caller compares the schema)."""
         ...
 
+    def order_by(self, head: TargetTable, sort_order: Json) -> TargetTable:
+        """Give a table without a sort order this one; answers with the table as it is then.
+
+        Raises: Invalid if somebody else gave it another order meanwhile; Retryable.
+        """
+        ...
+
     def drop_if_empty(self, uuid: str) -> None:
         """Take the table with this UUID back if it has no snapshot yet; any other one is left alone."""
         ...

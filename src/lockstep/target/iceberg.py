@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,7 @@ from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import (
     AuthorizationExpiredError,
     BadRequestError,
+    CommitFailedException,
     ForbiddenError,
     NoSuchNamespaceError,
     NoSuchPropertyException,
@@ -36,6 +37,12 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.sorting import SortOrder
+from pyiceberg.table.update import (
+    AddSortOrderUpdate,
+    AssertDefaultSortOrderId,
+    AssertTableUUID,
+    SetDefaultSortOrderUpdate,
+)
 from pyiceberg.typedef import IcebergBaseModel
 
 from lockstep.errors import CommitUnknown, Corrupt, Invalid, LockstepError, Retryable
@@ -119,6 +126,30 @@ class IcebergTarget:
             except TableAlreadyExistsError:
                 table = catalog.load_table(self._identifier)
             return self._loaded(table)
+
+    def order_by(self, head: TargetTable, sort_order: Json) -> TargetTable:
+        with self._answers():
+            table = _table(head)
+            order = SortOrder.model_validate({**sort_order, "order-id": _unused_order_id(table)})
+            unchanged = (
+                AssertTableUUID(uuid=table.metadata.table_uuid),
+                AssertDefaultSortOrderId.model_validate(
+                    {"default-sort-order-id": table.metadata.default_sort_order_id}
+                ),
+            )
+            updates = (
+                AddSortOrderUpdate.model_validate({"sort-order": order}),
+                SetDefaultSortOrderUpdate.model_validate({"sort-order-id": -1}),
+            )
+            # If somebody else changed the table, what it is now decides.
+            with suppress(CommitFailedException):
+                table.catalog.commit_table(table, unchanged, updates)
+            now = self.load()
+            if now.sort_order["fields"] != sort_order["fields"]:
+                raise Invalid(
+                    f"{self.address} was given another sort order meanwhile", hint="ask for the import again"
+                )
+            return now
 
     def drop_if_empty(self, uuid: str) -> None:
         with self._answers():
@@ -407,3 +438,7 @@ def _as_json(model: IcebergBaseModel) -> Json:
     raw: Any = json.loads(model.model_dump_json())
     assert isinstance(raw, dict)
     return raw
+
+
+def _unused_order_id(table: Table) -> int:
+    return max((order.order_id for order in table.metadata.sort_orders), default=0) + 1

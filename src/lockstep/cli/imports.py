@@ -1,0 +1,351 @@
+"""`lockstep import`: plan the request, then work on its job until it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from lockstep.cli.export import exit_code, type_name, ways_on
+from lockstep.cli.jobs import closing
+from lockstep.cli.render import Grid, Line, Span, line, number, plural, size
+from lockstep.cli.running import Interrupted, signals_interrupt, work
+from lockstep.cli.session import INTERRUPTED, Answer, Session, command, nothing_created
+from lockstep.config import parse_duration, parse_size, redact
+from lockstep.errors import Invalid
+from lockstep.job import Job, State
+from lockstep.view import job_document
+
+if TYPE_CHECKING:
+    from lockstep.importer import Draft, ImportRequest
+    from lockstep.source import Place, Reject
+
+SHOWN_PROBLEMS: Final = 20
+KEPT_PROBLEMS: Final = 1000
+BATCH_BYTES: Final = 32_000_000
+
+
+class Format(StrEnum):
+    CSV = "csv"
+    JSON = "json"
+    PARQUET = "parquet"
+    AVRO = "avro"
+
+
+class Mode(StrEnum):
+    AUTO = "auto"
+    DIRECT = "direct"
+    MERGE = "merge"
+
+
+class OnDuplicate(StrEnum):
+    ERROR = "error"
+    KEEP_FIRST = "keep-first"
+    KEEP_LAST = "keep-last"
+    REJECT = "reject"
+
+
+class OnExisting(StrEnum):
+    ERROR = "error"
+    APPEND = "append"
+
+
+class Compression(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    GZIP = "gzip"
+    ZSTD = "zstd"
+    BZ2 = "bz2"
+
+
+@command
+def import_(
+    session: Session,
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT... TARGET", help="Files, folders, globs or s3://…, and the table they go to."
+        ),
+    ],
+    format: Annotated[Format | None, typer.Option(help="Else the names tell.")] = None,
+    mode: Annotated[Mode, typer.Option(help="auto sorts when there is an order.")] = Mode.AUTO,
+    sort_by: Annotated[
+        str | None, typer.Option(help="Columns that data files are sorted by.", metavar="A,B")
+    ] = None,
+    unique: Annotated[str | None, typer.Option(help="Columns that tell rows apart.", metavar="A,B")] = None,
+    on_duplicate: Annotated[
+        OnDuplicate, typer.Option(help="What to do about rows with the same unique key.")
+    ] = OnDuplicate.ERROR,
+    max_rejects: Annotated[
+        int, typer.Option(help="Records that may fail to fit before the job fails.", metavar="N")
+    ] = 0,
+    rejects: Annotated[
+        str | None, typer.Option(help="A new .csv or .parquet file for those records.", metavar="PATH")
+    ] = None,
+    create: Annotated[bool, typer.Option("--create", help="Create the table if it is not there.")] = False,
+    schema: Annotated[
+        Path | None, typer.Option(help="Column types: Iceberg's JSON, or lines `name type`.", metavar="FILE")
+    ] = None,
+    on_existing: Annotated[
+        OnExisting, typer.Option(help="What to do about files that were imported before.")
+    ] = OnExisting.ERROR,
+    delimiter: Annotated[str | None, typer.Option(help="CSV: between values.", metavar="TEXT")] = None,
+    quote: Annotated[str, typer.Option(help="CSV: around values; empty for none.", metavar="TEXT")] = '"',
+    escape: Annotated[str | None, typer.Option(help="CSV: before a special letter.", metavar="TEXT")] = None,
+    header: Annotated[
+        bool, typer.Option("--header/--no-header", help="CSV: the first line has names.")
+    ] = True,
+    null: Annotated[
+        list[str] | None, typer.Option(help="CSV: what stands for NULL; may be repeated.", metavar="TEXT")
+    ] = None,
+    compression: Annotated[Compression, typer.Option(help="auto: by name and content.")] = Compression.AUTO,
+    skip: Annotated[int, typer.Option(help="Lines to leave out at the top of each file.", metavar="N")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Records to read of each file.", metavar="N")] = None,
+    file_size: Annotated[str, typer.Option(help="Roll data files at this size.", metavar="SIZE")] = "256MB",
+    deadline: Annotated[
+        str | None, typer.Option(help="Fail a job that takes longer, for example 6h.", metavar="DURATION")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Create the job and return; workers do the work.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read everything and show all problems and the plan.")
+    ] = False,
+) -> int:
+    """Load raw files, or a copy of an Iceberg table, as one snapshot: sorted, checked, exactly once."""
+    session.check_config()
+    if len(addresses) < 2:
+        raise Invalid("say what to import, and where to: lockstep import INPUT... TARGET")
+    from lockstep.importer import ImportRequest
+    from lockstep.source import ParseOptions
+
+    request = ImportRequest(
+        inputs=tuple(addresses[:-1]),
+        target=addresses[-1],
+        options=ParseOptions(
+            format=format.value if format else None,
+            delimiter=_letter(delimiter, "--delimiter"),
+            quote=quote,
+            escape=_letter(escape, "--escape"),
+            header=header,
+            null=tuple(null) if null else ("",),
+            compression=compression.value,
+            skip=skip,
+            limit=limit,
+            schema=_schema_of(schema),
+        ),
+        mode=mode.value,
+        sort_by=_names(sort_by),
+        unique=_names(unique),
+        on_duplicate=on_duplicate.value,
+        max_rejects=max_rejects,
+        rejects=rejects,
+        create=create,
+        on_existing=on_existing.value,
+        file_size_bytes=parse_size(file_size, "--file-size"),
+        deadline_s=parse_duration(deadline, "--deadline") if deadline is not None else None,
+    )
+    try:
+        return _dry_run(session, request) if dry_run else _run(session, request, detach)
+    except KeyboardInterrupt:
+        session.remark("interrupted; nothing was created")
+        return INTERRUPTED
+
+
+def _run(session: Session, request: ImportRequest, detach: bool) -> int:
+    from lockstep.importer import plan_import
+
+    with signals_interrupt(), nothing_created(), session.side.busy("validating the inputs"):
+        job, created = plan_import(request, session.config, session.store, session.clock)
+    if created:
+        session.remark(line(f"created the table {redact(request.target)}"))
+    parts = plural(len(job.holding.pieces), "input")
+    session.remark(line("job ", Span(job.job_id, "bold"), f": {parts} in {plural(job.tasks_total, 'task')}"))
+    if detach:
+        session.answer(_document(session, job, created), job.job_id)
+        session.remark(line("1 job for the workers: lockstep worker"))
+        return 0
+    try:
+        job = work(session, "jobs_ended", [job.job_id])[0]
+    except Interrupted:
+        job = session.store.read(job.job_id)
+        session.answer(_document(session, job, created))
+        session.remark(*ways_on([job] if job.state.live else []))
+        return INTERRUPTED
+    session.answer(_document(session, job, created), *_closing(session, job))
+    return exit_code([job])
+
+
+def _document(session: Session, job: Job, created: bool) -> dict[str, Any]:
+    return {"jobs": [job_document(job)], "created_table": created, "summary": _summary(session, job)}
+
+
+def _summary(session: Session, job: Job) -> dict[str, Any] | None:
+    if job.state is not State.COMPLETED:
+        return None
+    from lockstep.review import sortedness, tally
+
+    return {**tally(job, session.store).to_json(), "sortedness": sortedness(job, session.store)}
+
+
+def _closing(session: Session, job: Job) -> list[Answer]:
+    summary = _summary(session, job)
+    if summary is None:
+        return list(closing(job))
+    terms = job.plan.terms
+    assert terms is not None
+    names = [key.column for key in terms.order]
+    rows = [
+        ("rows read", number(summary["rows_read"])),
+        ("rows written", number(summary["rows_written"])),
+        ("rows rejected", number(summary["rows_rejected"])),
+        ("duplicates", number(summary["duplicates"]) if terms.unique else "not checked"),
+        ("files", f"{number(summary['data_files'])} ({size(job.bytes_done)})"),
+        ("sorted by", f"{', '.join(names)} ({summary['sortedness']:.0%} of the files in a row)")
+        if names
+        else ("sorted by", "nothing"),
+    ]
+    return [*closing(job), Grid(("", ">"), rows)]
+
+
+# Reading everything without writing anything
+
+
+class _Problems:
+    """What a dry run finds: every problem is counted, the first ones are kept."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.total = 0
+        self.kept: list[dict[str, Any]] = []
+
+    def add(self, reject: Reject, place: Place) -> None:
+        self.kept.append(
+            {
+                "input": place.input,
+                "line": place.line,
+                "column": reject.column,
+                "reason": reject.reason,
+                "raw": reject.raw,
+            }
+        )
+
+
+def _dry_run(session: Session, request: ImportRequest) -> int:
+    from lockstep.importer import draft_import
+
+    with ExitStack() as undo, signals_interrupt(), nothing_created():
+        with session.side.busy("validating the inputs"):
+            draft, _ = draft_import(request, session.config, session.store, session.clock, undo)
+        with session.side.busy("reading the inputs"):
+            found = _read_all(draft)
+    document = {
+        "jobs": [],
+        "created_table": False,
+        "mode": draft.mode,
+        "inputs": len(draft.pin.parts),
+        "tasks": len(draft.tasks),
+        "rows": found.rows,
+        "columns": [vars(column) for column in draft.columns],
+        "rejected": found.total,
+        "problems": found.kept,
+    }
+    session.answer(document, *_dry_page(draft, found, request))
+    return 0 if found.total <= request.max_rejects else 1
+
+
+def _read_all(draft: Draft) -> _Problems:
+    found = _Problems()
+    pin = draft.pin.detail
+    for task in draft.tasks:
+        for chunk in draft.files.read(pin, task.descriptor, None, draft.columns, BATCH_BYTES):
+            found.rows += chunk.batch.num_rows
+            found.total += len(chunk.rejects)
+            for reject in chunk.rejects[: KEPT_PROBLEMS - len(found.kept)]:
+                found.add(reject, draft.files.locate(pin, task.descriptor, reject.record))
+    return found
+
+
+def _dry_page(draft: Draft, found: _Problems, request: ImportRequest) -> list[Answer]:
+    columns = Grid(
+        ("column", "type", "from"),
+        [
+            (
+                column.target,
+                type_name(column.type) + (" required" if column.required else ""),
+                column.source if column.source is not None else Span("NULL", "dim"),
+            )
+            for column in draft.columns
+        ],
+        title=f"{plural(len(draft.pin.parts), 'input')} would go to {redact(request.target)} "
+        f"in {plural(len(draft.tasks), 'task')}, mode {draft.mode}",
+    )
+    parts: list[Answer] = [columns, line(f"{number(found.rows)} rows fit, {number(found.total)} do not")]
+    if found.kept:
+        shown = found.kept[:SHOWN_PROBLEMS]
+        rows = [(p["input"], str(p["line"]), p["column"] or "", p["reason"]) for p in shown]
+        parts.append(Grid(("~input", ">line", "column", "reason"), rows))
+        if found.total > len(shown):
+            parts.append(line(f"… and {number(found.total - len(shown))} more; --json lists {KEPT_PROBLEMS}"))
+    parts.append(Line([Span("nothing was created: this was a dry run", "dim")]))
+    return parts
+
+
+# Options
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    """Column names between commas; one that holds a comma is written in quotes, as in CSV."""
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in next(csv.reader([text], skipinitialspace=True)))
+    if not all(names):
+        raise Invalid(f"{text!r} names a column without a name")
+    return names
+
+
+def _letter(text: str | None, option: str) -> str | None:
+    if text is None:
+        return None
+    letter = {"\\t": "\t", "tab": "\t"}.get(text, text)
+    if len(letter) != 1:
+        raise Invalid(f"{option} takes one letter, not {text!r}", hint="\\t stands for a tab")
+    return letter
+
+
+def _schema_of(path: Path | None) -> dict[str, Any] | None:
+    """Iceberg's own JSON, or a line `name type [required]` for each column."""
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise Invalid(f"--schema {path} cannot be read: {error.strerror}") from error
+    if text.lstrip().startswith("{"):
+        try:
+            schema = json.loads(text)
+            return {**schema, "fields": list(schema["fields"])}
+        except (ValueError, KeyError) as error:
+            raise Invalid(f"--schema {path} is not a schema in Iceberg's JSON: {error}") from error
+    fields = [
+        _field(number, words) for number, words in enumerate(map(str.split, text.splitlines())) if words
+    ]
+    return {"type": "struct", "schema-id": 0, "fields": fields}
+
+
+def _field(number: int, words: list[str]) -> dict[str, Any]:
+    required = words[-1] == "required" and len(words) > 2
+    kind = "".join(words[1:-1] if required else words[1:])
+    if not kind:
+        raise Invalid(f"line {number + 1} of the schema has a name and no type: {words[0]}")
+    return {"id": number + 1, "name": words[0], "required": required, "type": _spelled(kind)}
+
+
+def _spelled(kind: str) -> str:
+    """Iceberg writes `decimal(9, 2)` with a space."""
+    return kind.replace(",", ", ") if kind.startswith("decimal") else kind

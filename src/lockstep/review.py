@@ -1,0 +1,339 @@
+"""What a finished stage of an import means: too many rejects, duplicates, rows that do not add up.
+
+The answer depends on the manifests alone, so every worker, and every attempt after a crash, gives the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.config import Config, expand
+from lockstep.errors import ErrorInfo, LockstepError
+from lockstep.job import DATA, LOSERS, REJECTS, RUN, Fingerprint, ImportTerms, Job, Json, StagedFile
+from lockstep.source import Place, open_frozen
+from lockstep.store import JobStore
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from lockstep.storage import Storage
+
+COLUMNS: Final = ("input", "line", "column", "reason", "raw")
+SURE: Final = 15
+"""Letters of a text's bound that shortening it has left alone."""
+NAMED: Final = 3
+"""Problems that an error message names; all of them are in the rejects file."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The rows of an import, as its manifests count them."""
+
+    read: int = 0
+    rejected: int = 0
+    duplicates: int = 0
+    written: int = 0
+    files: int = 0
+
+    def to_json(self) -> Json:
+        return {
+            "rows_read": self.read,
+            "rows_written": self.written,
+            "rows_rejected": self.rejected,
+            "duplicates": self.duplicates,
+            "data_files": self.files,
+        }
+
+
+def tally(job: Job, store: JobStore) -> Tally:
+    stages = job.plan.stages
+    first = list(store.manifest(job.job_id, stages[0]))
+    rejected = _rows(first, REJECTS)
+    losers = _rows(store.manifest(job.job_id, "unique"), LOSERS) if "unique" in stages else 0
+    data = [file for file in store.manifest(job.job_id, stages[-1]) if file.kind == DATA]
+    read = rejected + _rows(first, RUN if len(stages) > 1 else DATA)
+    assert job.plan.terms is not None
+    as_rejects = job.plan.terms.on_duplicate == "reject"
+    return Tally(
+        read,
+        rejected + (losers if as_rejects else 0),
+        losers,
+        sum(file.rows for file in data),
+        len(data),
+    )
+
+
+def review(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
+    """Why the job cannot go on after its stage, or None. Writes the rejects file when it is complete.
+
+    Raises: Retryable if the inputs or the storage do not answer.
+    """
+    assert job.plan.terms is not None
+    first, last = job.plan.stages[0], job.plan.stages[-1]
+    problem: ErrorInfo | None = None
+    if job.stage == first:
+        problem = _too_many_rejects(job, store, config)
+    elif job.stage == "unique":
+        problem = _duplicates(job, store, config) or _too_many_rejects(job, store, config)
+    if problem is None and job.stage == last and first != last:
+        problem = _does_not_add_up(job, store)
+    return problem
+
+
+def sortedness(job: Job, store: JobStore) -> float | None:
+    """The share of data files that begin where the one before them in their partition ends, or later.
+
+    By the first column of the table's order, as the files' own bounds say; None without an order.
+    """
+    fields = job.plan.sort_order["fields"]
+    if job.plan.terms is None or not job.plan.terms.order or not fields:
+        return None
+    field_id, backwards = fields[0]["source-id"], fields[0]["direction"] == "desc"
+    kind = next(field["type"] for field in job.plan.schema["fields"] if field["id"] == field_id)
+    before: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    pairs = in_row = 0
+    for file in store.manifest(job.job_id, job.plan.stages[-1]):
+        extent = _extent(file, field_id, kind) if file.kind == DATA else None
+        if extent is None:
+            continue
+        if (earlier := before.get(tuple(file.partition))) is not None:
+            pairs += 1
+            in_row += extent[1] <= earlier[0] if backwards else earlier[1] <= extent[0]
+        before[tuple(file.partition)] = extent
+    return in_row / pairs if pairs else 1.0
+
+
+def _extent(file: StagedFile, field_id: int, kind: str) -> tuple[Any, Any] | None:
+    """The least and the greatest value; of texts what their shortened bounds are sure of."""
+    from pydantic import TypeAdapter
+    from pyiceberg.conversions import from_bytes
+    from pyiceberg.types import IcebergType, PrimitiveType
+
+    bounds = [file.stats.get(name, {}).get(str(field_id)) for name in ("lower_bounds", "upper_bounds")]
+    if None in bounds:
+        return None
+    parsed: Any = TypeAdapter(IcebergType).validate_python(kind)
+    assert isinstance(parsed, PrimitiveType)
+    low, high = (from_bytes(parsed, base64.b64decode(bound)) for bound in bounds)
+    return (low[:SURE], high[:SURE]) if isinstance(low, str | bytes) else (low, high)
+
+
+# Rejects
+
+
+def _too_many_rejects(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
+    terms = job.plan.terms
+    assert terms is not None
+    staged = [f for f in store.manifest(job.job_id, job.plan.stages[0]) if f.kind == REJECTS]
+    lost = _losing_files(job, store, terms)
+    total = sum(file.rows for file in [*staged, *lost])
+    if total == 0:
+        return None
+    with _Places(job, store, config) as places:
+        awaits_duplicates = "unique" in job.plan.stages and terms.on_duplicate == "reject"
+        complete = job.stage == "unique" or not awaits_duplicates
+        if complete or total > terms.max_rejects:
+            rows = [*_rejected(staged, places), *_losing(lost, places, terms)]
+            path = _write_rejects(job, rows, config)
+    if total <= terms.max_rejects:
+        return None
+    some = "; ".join(_told(row) for row in rows[:NAMED]) + ("; …" if total > NAMED else "")
+    return ErrorInfo(
+        "Invalid",
+        f"{total} records do not fit, and {terms.max_rejects} are allowed: {some}",
+        f"nothing was published; all of them are in {path}",
+    )
+
+
+def _losing_files(job: Job, store: JobStore, terms: ImportTerms) -> list[StagedFile]:
+    if job.stage != "unique" or terms.on_duplicate != "reject":
+        return []
+    return [file for file in store.manifest(job.job_id, "unique") if file.kind == LOSERS]
+
+
+def _rejected(staged: Iterable[StagedFile], places: _Places) -> Iterator[Json]:
+    for file in staged:
+        task = _task_of(file)
+        for row in places.rows_of(file).to_pylist():
+            place = places.of(task, row["record"], row["line"])
+            yield {
+                "input": place.input,
+                "line": place.line,
+                "column": row["column"],
+                "reason": row["reason"],
+                "raw": row["raw"],
+            }
+
+
+def _losing(lost: Iterable[StagedFile], places: _Places, terms: ImportTerms) -> Iterator[Json]:
+    from lockstep.keys import RECORD, TASK
+
+    for file in lost:
+        for row in places.rows_of(file).to_pylist():
+            place = places.of(row[TASK], row[RECORD])
+            winner = places.winner(row["winner_task"], row["winner_record"], row["winner_file"])
+            yield {
+                "input": place.input,
+                "line": place.line,
+                "column": ", ".join(terms.unique),
+                "reason": f"the same key as {winner}",
+                "raw": "",
+            }
+
+
+def _told(row: Json) -> str:
+    column = f', column "{row["column"]}"' if row["column"] else ""
+    return f"{Place(row['input'], row['line'])}{column}: {row['reason']}"
+
+
+def _write_rejects(job: Job, rows: list[Json], config: Config) -> str:
+    """Write the rejects file once; whoever comes again finds the same rows there."""
+    from lockstep.storage import Storage
+
+    assert job.plan.terms is not None
+    path = job.plan.terms.rejects or str(config.state_folder / f"rejects-{job.job_id}.csv")
+    if "://" not in path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    storage = Storage(config.storage)
+    content = _as_parquet(rows) if path.endswith(".parquet") else _as_csv(rows)
+    if storage.put_if_absent(path, content) or storage.read(path) == content:
+        return path
+    # Somebody else's file has this name by now: it stays as it is.
+    stem, dot, ending = path.rpartition(".")
+    path = f"{stem}-{job.job_id}-{job.generation}{dot}{ending}"
+    storage.put_if_absent(path, content)
+    return path
+
+
+def _as_csv(rows: list[Json]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _as_parquet(rows: list[Json]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = {"line": pa.int64()}
+    schema = pa.schema([pa.field(name, kinds.get(name, pa.string())) for name in COLUMNS])
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink)
+    return bytes(sink.getvalue())
+
+
+# Duplicates
+
+
+def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
+    """Rows that repeat a key in a job that does not allow it: the first of the input is named."""
+    from lockstep.unique import judge
+
+    terms = job.plan.terms
+    assert terms is not None
+    found = judge(list(store.manifest(job.job_id, "unique")), job.plan)
+    if not found.refused or found.first is None:
+        return None
+    first = found.first
+    with _Places(job, store, config) as places:
+        place = places.of(first.task, first.record)
+        winner = places.winner(first.winner_task, first.winner_record, first.winner_file)
+    key = ", ".join(terms.unique)
+    count = "1 row repeats" if found.losers == 1 else f"{found.losers} rows repeat"
+    if terms.on_duplicate == "error":
+        hint = (
+            "nothing was published; --on-duplicate keep-first, keep-last or reject says what to do with them"
+        )
+    else:
+        hint = (
+            "nothing was published, and what the table has is never taken back: use --on-duplicate keep-first"
+        )
+    return ErrorInfo("Invalid", f"{count} the unique key {key}: {place} has that of {winner}", hint)
+
+
+# Sums
+
+
+def _does_not_add_up(job: Job, store: JobStore) -> ErrorInfo | None:
+    """Rows in must be rows out: the last defence against a run that was forgotten or merged twice."""
+    runs = [file for file in store.manifest(job.job_id, "map") if file.kind == RUN]
+    counted = tally(job, store)
+    expected = sum(file.rows for file in runs) - counted.duplicates
+    if counted.written != expected:
+        return _miscounted(f"{counted.written} rows were merged, but {expected} were to be")
+    if counted.duplicates:
+        return None
+    before = sum((file.fingerprint for file in runs), Fingerprint())
+    data = (file for file in store.manifest(job.job_id, job.plan.stages[-1]) if file.kind == DATA)
+    after = sum((file.fingerprint for file in data), Fingerprint())
+    differ = [name for name, value in before.columns.items() if after.columns.get(name) != value]
+    return _miscounted(f"columns {', '.join(differ)} changed in the merge") if differ else None
+
+
+def _miscounted(what: str) -> ErrorInfo:
+    return ErrorInfo(
+        "Corrupt", what, "nothing was published; import again, and report this with the job's history"
+    )
+
+
+def _rows(files: Iterable[StagedFile], kind: str) -> int:
+    return sum(file.rows for file in files if file.kind == kind)
+
+
+def _task_of(file: StagedFile) -> int:
+    from lockstep.sink.staging import parse_staged_name
+
+    parsed = parse_staged_name(file.path)
+    assert parsed is not None
+    return parsed[2]
+
+
+class _Places:
+    """Where records stand, asked of the inputs once a message needs it."""
+
+    def __init__(self, job: Job, store: JobStore, config: Config) -> None:
+        from lockstep.storage import Storage
+
+        self._job = job
+        self._tasks = {task.index: task for task in store.tasks(job.job_id, job.plan.stages[0])}
+        self._files = open_frozen(expand(job.plan.source, config), job.plan.pin, config)
+        self._storage: Storage = Storage(config.storage)
+        self._firsts: dict[int, Place] = {}
+
+    def __enter__(self) -> _Places:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._files.close()
+
+    def of(self, task: int, record: int, line: int | None = None) -> Place:
+        """`line` counts from the task's first line, where it is known: one look at the input serves all."""
+        descriptor = self._tasks[task].descriptor
+        try:
+            if line is None:
+                return self._files.locate(self._job.plan.pin, descriptor, record)
+            if task not in self._firsts:
+                self._firsts[task] = self._files.locate(self._job.plan.pin, descriptor, 0)
+        except LockstepError as error:
+            # What happened is worth telling even if the input is gone by now.
+            return Place(f"task {task} (its input cannot be read: {error.message})", record + 1)
+        return Place(self._firsts[task].input, self._firsts[task].line + line)
+
+    def winner(self, task: int | None, record: int, file: str | None) -> str:
+        if task is None:
+            return f"row {record + 1} of {file}, which is in the table"
+        return str(self.of(task, record))
+
+    def rows_of(self, file: StagedFile) -> pa.Table:
+        import pyarrow as pa
+
+        with self._storage.open(file.path) as opened:
+            return pa.ipc.open_file(opened).read_all()

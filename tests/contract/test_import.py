@@ -1,0 +1,467 @@
+"""Imports from the request to the published table, on a real store and table; attempts run here.
+
+Whatever the buffers, tasks and crashes, the outcome is that of an import that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from lockstep import importer
+from lockstep.errors import Conflict, Invalid
+from lockstep.job import RUN, Job, State
+from lockstep.review import sortedness, tally
+from lockstep.source import ParseOptions
+from tests.import_lab import TARGET, ImportLab
+
+Row = tuple[int, int, str]
+
+
+def some_rows(count: int, seed: int = 1, keys: int = 50) -> list[Row]:
+    chance = random.Random(seed)
+    return [(n, chance.randrange(keys), f'name "{n}",\n{chance.random()}') for n in range(count)]
+
+
+def as_csv(rows: list[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(("id", "k", "name"))
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def published(lab: ImportLab) -> list[Row]:
+    return [(row["id"], row["k"], row["name"]) for row in lab.rows()]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImportLab:
+    """Small tasks and a small memory, so that a few thousand rows make several of everything."""
+    monkeypatch.setattr(importer, "TASK_BYTES", 80_000)
+    monkeypatch.setattr(importer, "LEAST_TASK_BYTES", 1)
+    return ImportLab(tmp_path, 'task_memory = "200KB"')
+
+
+def in_order(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (row[1], row[0]))
+
+
+def test_a_sorted_import_publishes_every_row_once_in_order(lab: ImportLab) -> None:
+    rows = some_rows(4000)
+    lab.write("in/a.csv", as_csv(rows[:2500]))
+    lab.write("in/b.csv", as_csv(rows[2500:]))
+
+    job = lab.run("in", sort_by=("k", "id"), file_size_bytes=20_000)
+
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(published(lab)) == sorted(rows)
+    in_files = [row for file in lab.files() for row in file.to_pylist()]
+    assert [(row["id"], row["k"], row["name"]) for row in in_files] == in_order(rows)
+    assert len(lab.files()) > 2
+    assert sortedness(job, lab.store) == 1.0
+    assert {task.file.sort_order_id for task in lab.table().scan().plan_files()} == {1}
+    assert len(lab.table().metadata.snapshots) == 1
+    assert lab.left_over() == []
+
+
+def test_direct_and_merge_mode_publish_the_same_rows(lab: ImportLab) -> None:
+    lab.write("a.csv", as_csv(some_rows(2000)))
+    direct = lab.run("a.csv", target="iceberg://lake/db.direct", mode="direct")
+    merged = lab.run("a.csv", sort_by=("k",))
+    assert direct.state is merged.state is State.COMPLETED
+    assert direct.fingerprint == merged.fingerprint
+    assert sorted(row["id"] for row in lab.rows("db.direct")) == list(range(2000))
+
+
+CRASH_POINTS = ("map.after_run", "map.after_checkpoint", "stage.before_advance", "stage.after_advance")
+LATER = ("merge.after_file", "commit.before_publish", "commit.after_publish")
+
+
+@pytest.mark.parametrize("failpoint", [*CRASH_POINTS, *LATER])
+@pytest.mark.parametrize("visit", [1, 2])
+def test_an_import_that_dies_anywhere_ends_as_if_nothing_had_happened(
+    lab: ImportLab, failpoint: str, visit: int
+) -> None:
+    rows = some_rows(5000)
+    lab.write("a.csv", as_csv(rows))
+    lab.crashes.at = {(failpoint, visit)} if failpoint not in LATER[1:] else {(failpoint, 1)}
+
+    job = lab.run("a.csv", sort_by=("k", "id"), file_size_bytes=20_000)
+
+    assert job.state is State.COMPLETED, job.error
+    assert lab.crashes.passed[failpoint] >= visit or failpoint in LATER[1:], "the drill did not happen"
+    assert [row for file in lab.files() for row in file["id"].to_pylist()] == [r[0] for r in in_order(rows)]
+    assert len(lab.table().metadata.snapshots) == 1
+    assert lab.left_over() == []
+
+
+def test_a_resumed_map_task_goes_on_in_the_middle_and_uses_the_runs_that_it_had(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "TASK_BYTES", 10**9)
+    monkeypatch.setattr(importer, "SHARES", 1)
+    rows = some_rows(20_000)
+    lab.write("a.csv", as_csv(rows))
+    lab.crashes.at = {("map.after_checkpoint", 2)}
+    job = lab.plan("a.csv", sort_by=("k", "id"))
+    (task,) = lab.store.tasks(job.job_id)
+
+    job = lab.finish(job)
+
+    assert job.state is State.COMPLETED, job.error
+    runs = [file for file in lab.store.manifest(job.job_id, "map") if file.kind == RUN]
+    epochs = [int(file.path.split("-")[-2]) for file in runs]
+    assert len(set(epochs)) == 2, "both attempts have written runs that count"
+    assert sum(file.rows for file in runs) == len(rows)
+    redone = sum(file.rows for file in runs if file.path.split("-")[-2] == runs[-1].path.split("-")[-2])
+    assert redone < len(rows)
+    assert task.index == 0
+
+
+def test_rows_between_two_checkpoints_are_all_that_a_crash_costs(lab: ImportLab) -> None:
+    rows = some_rows(20_000)
+    lab.write("a.csv", as_csv(rows))
+    calm = lab.run("a.csv", sort_by=("k", "id"), target="iceberg://lake/db.calm")
+    longest = max(file.rows for file in lab.store.manifest(calm.job_id, "map") if file.kind == RUN)
+    lab.crashes.at = {("map.after_run", lab.crashes.passed["map.after_run"] + 2)}
+    read = _rows_added(lab)
+
+    job = lab.run("a.csv", sort_by=("k", "id"))
+
+    assert job.state is State.COMPLETED
+    redone = read() - len(rows)
+    print(f"rows redone after the crash: {redone}, at most {longest} between two checkpoints")
+    assert 0 < redone <= longest
+
+
+def _rows_added(lab: ImportLab) -> Any:
+    """Counts the rows that map tasks hand to their sinks from now on."""
+    from lockstep.sink.run import RunSink
+
+    added = 0
+    original = RunSink.add
+
+    def add(self: RunSink, batch: pa.RecordBatch, records: pa.Int64Array | None = None) -> None:
+        nonlocal added
+        added += batch.num_rows
+        original(self, batch, records)
+
+    RunSink.add = add  # type: ignore[method-assign]
+
+    def stop() -> int:
+        RunSink.add = original  # type: ignore[method-assign]
+        return added
+
+    return stop
+
+
+def test_an_input_that_changes_between_two_attempts_fails_the_job_and_is_named(lab: ImportLab) -> None:
+    path = lab.write("a.csv", as_csv(some_rows(5000)))
+    lab.crashes.at = {("map.after_checkpoint", 1), ("map.after_run", 1)}
+    job = lab.plan("a.csv", sort_by=("k",))
+    path.write_text(as_csv(some_rows(5000, seed=2)))
+
+    job = lab.finish(job)
+
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert job.error.cls == "Corrupt"
+    assert "a.csv" in job.error.message
+    assert lab.rows() == []
+
+
+def test_records_that_do_not_fit_go_to_the_rejects_file_with_line_and_reason(lab: ImportLab) -> None:
+    lab.write("a.csv", 'id,k\n1,2\n"x\ny",3\n4,5\n6,many\n7,8\n')
+    schema = {
+        "type": "struct",
+        "schema-id": 0,
+        "fields": [
+            {"id": 1, "name": "id", "required": False, "type": "long"},
+            {"id": 2, "name": "k", "required": False, "type": "long"},
+        ],
+    }
+    rejects = lab.folder / "bad.csv"
+
+    job = lab.run(
+        "a.csv", parse=ParseOptions(schema=schema), max_rejects=2, rejects=str(rejects), mode="direct"
+    )
+
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(row["id"] for row in lab.rows()) == [1, 4, 7]
+    found = list(csv.DictReader(io.StringIO(rejects.read_text())))
+    assert [(row["line"], row["column"]) for row in found] == [("3", "id"), ("6", "k")]
+    assert all(row["input"].endswith("a.csv") for row in found)
+    assert '"many"' in found[1]["reason"] or "many" in found[1]["raw"]
+    assert tally(job, lab.store).rejected == 2
+
+
+def test_one_reject_too_many_fails_the_job_and_names_the_record(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,2\n3,4\n")
+    assert lab.run("a.csv", sort_by=("k",)).state is State.COMPLETED
+    lab.write("b.csv", "id,k\n5,6\n7,many\n")
+    job = lab.run("b.csv")
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert "b.csv line 3" in job.error.message
+    assert '"k"' in job.error.message
+    assert len(lab.rows()) == 2
+
+
+def test_the_rejects_file_never_overwrites_anything(lab: ImportLab) -> None:
+    path = lab.write("a.csv", "id,k\n1,2\n")
+    other = lab.write("mine.csv", "precious")
+    with pytest.raises(Invalid, match="exists already"):
+        lab.plan("a.csv", rejects=str(path), max_rejects=1)
+    with pytest.raises(Invalid, match="exists already"):
+        lab.plan("a.csv", rejects=str(other), max_rejects=1)
+    job = lab.plan("a.csv", rejects=str(lab.folder / "later.csv"), max_rejects=1, mode="direct")
+    lab.write("later.csv", "somebody else's")
+    assert lab.finish(job).state is State.COMPLETED
+    assert (lab.folder / "later.csv").read_text() == "somebody else's"
+
+
+def test_the_same_file_is_not_imported_twice_unless_that_is_said(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,2\n")
+    first = lab.run("a.csv", mode="direct")
+    with pytest.raises(Conflict, match=first.job_id):
+        lab.plan("a.csv", mode="direct")
+    assert lab.run("a.csv", mode="direct", on_existing="append").state is State.COMPLETED
+    assert len(lab.rows()) == 2
+    lab.write("a.csv", "id,k\n3,4\n5,6\n")
+    assert lab.run("a.csv", mode="direct").state is State.COMPLETED
+    assert len(lab.rows()) == 4
+
+
+def test_a_killed_import_has_published_nothing_and_leaves_no_runs(lab: ImportLab) -> None:
+    lab.write("a.csv", as_csv(some_rows(5000)))
+    job = lab.plan("a.csv", sort_by=("k",))
+    for claim in lab.store.claim("worker", 2, 30):
+        lab.attempt(claim)
+    assert lab.left_over()
+    lab.kill(job)
+    assert lab.finish(job).state is State.KILLED
+    assert lab.rows() == []
+    assert lab.left_over() == []
+
+
+def test_a_failed_import_goes_on_from_its_runs_when_it_is_retried(lab: ImportLab) -> None:
+    from lockstep.errors import ErrorInfo
+    from lockstep.job import Event
+
+    rows = some_rows(5000)
+    lab.write("a.csv", as_csv(rows))
+    job = lab.plan("a.csv", sort_by=("k", "id"))
+    for claim in lab.store.claim("worker", 1, 30):
+        lab.attempt(claim)
+    before = {task.index: task.epoch for task in lab.store.tasks(job.job_id) if task.state == "done"}
+    assert before
+    lab.store.stop(job.job_id, Event.FAIL, ErrorInfo("Retryable", "the power went"))
+    job = lab.finish(lab.store.retry(job.job_id))
+    assert job.state is State.COMPLETED
+    after = {task.index: task.epoch for task in lab.store.tasks(job.job_id, "map")}
+    assert {index: after[index] for index in before} == before, "a finished task was done again"
+    assert sorted(published(lab)) == sorted(rows)
+
+
+def test_hundreds_of_runs_are_combined_first_and_the_short_ones_are_gone_then(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "TASK_BYTES", 4_000)
+    rows = some_rows(8000)
+    lab.write("a.csv", as_csv(rows))
+    job = lab.plan("a.csv", sort_by=("k", "id"))
+    while (job := lab._round(job)).stage != "merge":
+        assert job.state.live
+    stages = [entry.detail for entry in lab.store.history(job.job_id) if entry.event == "advance"]
+    assert stages[0].startswith("map → combine")
+    left = {path.name.split("-")[2] for path in lab.left_over()}
+    assert "map" not in left
+    job = lab.finish(job)
+    assert [row for file in lab.files() for row in file["id"].to_pylist()] == [r[0] for r in in_order(rows)]
+    assert lab.left_over() == []
+
+
+@pytest.mark.parametrize(
+    "content", ["", "id,k\n", "id,k", "\ufeffid,k\r\n1,2\r\n3,4", "id,k\n1,2\n3,4"], ids=repr
+)
+def test_odd_endings_of_files_are_right(lab: ImportLab, content: str) -> None:
+    lab.write("full.csv", "id,k\n9,9\n")
+    lab.write("odd.csv", content)
+    job = lab.run("full.csv", "odd.csv", sort_by=("k",))
+    assert job.state is State.COMPLETED, job.error
+    expected = {9, 1, 3} if "1,2" in content else {9}
+    assert {row["id"] for row in lab.rows()} == expected
+
+
+def test_compressed_files_are_resumed_too(lab: ImportLab) -> None:
+    rows = some_rows(5000)
+    lab.write("a.csv.gz", gzip.compress(as_csv(rows).encode()))
+    lab.crashes.at = {("map.after_checkpoint", 1)}
+    job = lab.run("a.csv.gz", sort_by=("k", "id"))
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(published(lab)) == sorted(rows)
+
+
+def test_a_sort_order_is_given_to_a_table_without_one_and_never_changed(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,2\n")
+    lab.write("b.csv", "id,k\n3,1\n")
+    lab.run("a.csv", mode="direct")
+    assert lab.run("b.csv", sort_by=("k",)).state is State.COMPLETED
+    assert [field.source_id for field in lab.table().sort_order().fields] == [2]
+    lab.write("c.csv", "id,k\n5,0\n")
+    with pytest.raises(Invalid, match="is sorted by k already"):
+        lab.plan("c.csv", sort_by=("id",))
+    assert lab.run("c.csv").state is State.COMPLETED
+    assert len(lab.rows()) == 3
+
+
+def test_rows_go_to_their_partitions_sorted_within_each(lab: ImportLab) -> None:
+    from pyiceberg.partitioning import PartitionField, PartitionSpec
+    from pyiceberg.schema import Schema
+    from pyiceberg.transforms import BucketTransform
+    from pyiceberg.types import LongType, NestedField, StringType
+
+    rows = some_rows(3000)
+    lab.write("a.csv", as_csv(rows))
+    schema = Schema(
+        NestedField(1, "id", LongType()),
+        NestedField(2, "k", LongType()),
+        NestedField(3, "name", StringType()),
+    )
+    spec = PartitionSpec(PartitionField(2, 1000, BucketTransform(4), "k_bucket"))
+    from pyiceberg.catalog import load_catalog
+
+    catalog = load_catalog("lake", **lab.config.catalogs["lake"])
+    catalog.create_namespace_if_not_exists("db")
+    catalog.create_table("db.t", schema=schema, partition_spec=spec)
+
+    job = lab.run("a.csv", sort_by=("id",), create=False)
+
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(published(lab)) == sorted(rows)
+    assert len({str(task.file.partition) for task in lab.table().scan().plan_files()}) == 4
+    for file in lab.files():
+        ids = file["id"].to_pylist()
+        assert ids == sorted(ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sort_by": ("nope",)}, 'no column "nope"'),
+        ({"mode": "direct", "sort_by": ("k",)}, "can neither sort"),
+        ({"sort_by": ("k", "k")}, "twice"),
+        ({"create": False}, "no table"),
+        ({"unique": ("nope",)}, "nope"),
+        ({"max_rejects": -1}, "negative"),
+        ({"mode": "merge"}, "needs an order"),
+        ({"on_duplicate": "maybe"}, "--on-duplicate"),
+    ],
+)
+def test_a_request_that_does_not_fit_creates_nothing(
+    lab: ImportLab, options: dict[str, Any], words: str
+) -> None:
+    lab.write("a.csv", "id,k\n1,2\n")
+    with pytest.raises(Invalid, match=words):
+        lab.plan("a.csv", **options)
+    assert lab.store.list() == []
+
+
+def test_a_missing_input_creates_nothing(lab: ImportLab) -> None:
+    with pytest.raises(Invalid, match="nothing-here"):
+        lab.plan("nothing-here/*.csv")
+    assert lab.store.list() == []
+
+
+def test_the_tally_counts_what_was_read_and_written(lab: ImportLab) -> None:
+    lab.write("a.csv", as_csv(some_rows(100)))
+    job: Job = lab.run("a.csv", sort_by=("k",))
+    assert (tally(job, lab.store).read, tally(job, lab.store).written) == (100, 100)
+    assert TARGET.endswith(job.plan.target.rpartition("/")[2])
+
+
+# Unique keys
+
+
+POLICIES = {
+    "keep-first": lambda rows: {k: min(r for r in rows if r[1] == k) for _, k, _ in rows},
+    "keep-last": lambda rows: {k: max(r for r in rows if r[1] == k) for _, k, _ in rows},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sort_by", [(), ("id",), ("k", "id")], ids=str)
+def test_of_equal_keys_the_first_or_the_last_stays_whatever_the_buffers_and_crashes(
+    lab: ImportLab, policy: str, sort_by: tuple[str, ...]
+) -> None:
+    rows = some_rows(3000, keys=1700)
+    lab.write("in/a.csv", as_csv(rows[:1000]))
+    lab.write("in/b.csv", as_csv(rows[1000:]))
+    lab.crashes.at = {("map.after_run", 3), ("stage.after_advance", 1), ("merge.after_file", 1)}
+
+    job = lab.run("in", sort_by=sort_by, unique=("k",), on_duplicate=policy)
+
+    assert job.state is State.COMPLETED, job.error
+    expected = POLICIES[policy](rows)
+    assert sorted(published(lab)) == sorted(expected.values())
+    assert tally(job, lab.store).duplicates == len(rows) - len(expected)
+    assert lab.left_over() == []
+
+
+def test_a_duplicate_fails_the_job_and_both_rows_are_named_by_file_and_line(lab: ImportLab) -> None:
+    lab.write("in/a.csv", 'id,k,name\n1,1,"two\nlines"\n2,2,x\n')
+    lab.write("in/b.csv", "id,k,name\n3,3,x\n4,2,x\n5,1,x\n")
+    job = lab.run("in", unique=("k",))
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert "2 rows repeat the unique key k" in job.error.message
+    assert "b.csv line 3" in job.error.message
+    assert "a.csv line 4" in job.error.message
+    assert lab.rows() == []
+
+
+def test_rejected_duplicates_are_in_the_rejects_file_and_count_as_rejects(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,1\n2,1\n3,2\n")
+    rejects = lab.folder / "bad.csv"
+    asked: dict[str, Any] = {"unique": ("k",), "on_duplicate": "reject"}
+    job = lab.run("a.csv", **asked, max_rejects=1, rejects=str(rejects))
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(row["id"] for row in lab.rows()) == [1, 3]
+    (row,) = csv.DictReader(io.StringIO(rejects.read_text()))
+    assert (row["line"], row["column"]) == ("3", "k")
+    assert "line 2" in row["reason"]
+    lab.write("b.csv", "id,k\n5,5\n6,5\n")
+    refused = lab.run("b.csv", **asked)
+    assert refused.state is State.FAILED
+    assert len(lab.rows()) == 2
+
+
+@pytest.mark.parametrize("policy", ["error", "keep-first", "keep-last", "reject"])
+def test_rows_that_the_table_has_already_always_stay(lab: ImportLab, policy: str) -> None:
+    lab.write("a.csv", "id,k\n1,1\n2,2\n")
+    assert lab.run("a.csv", unique=("k",)).state is State.COMPLETED
+    lab.write("b.csv", "id,k\n3,3\n4,2\n")
+    job = lab.run("b.csv", unique=("k",), on_duplicate=policy, max_rejects=1)
+    if policy in ("keep-first", "reject"):
+        assert job.state is State.COMPLETED, job.error
+        assert sorted(row["id"] for row in lab.rows()) == [1, 2, 3]
+    else:
+        assert job.state is State.FAILED
+        assert job.error is not None
+        assert "b.csv line 3" in job.error.message
+        assert "in the table" in job.error.message
+        assert sorted(row["id"] for row in lab.rows()) == [1, 2]
+
+
+def test_null_is_no_key(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,\n2,\n3,7\n")
+    assert lab.run("a.csv", unique=("k",)).state is State.COMPLETED
+    assert sorted(row["id"] for row in lab.rows()) == [1, 2, 3]
