@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Select, bindparam, exists, select
+from sqlalchemy import ColumnElement, CompoundSelect, Connection, Row, bindparam, exists, select, union_all
 
 from lockstep.errors import Corrupt, ErrorInfo, LockstepError, Retryable
 from lockstep.job import PLAN_FORMAT, Event, Job, Lease, State, Task, TaskState
@@ -43,6 +43,14 @@ _IDLE_JOBS: Final = (
     .limit(bindparam("slots"))
 )
 _BUSY_JOBS: Final = _candidate.where(_is_leased, _can_be_claimed)
+
+
+def _candidates_among(*only: ColumnElement[bool]) -> CompoundSelect[Any]:
+    idle = _IDLE_JOBS.where(*only).subquery()
+    return union_all(select(idle), _BUSY_JOBS.where(*only))
+
+
+_CANDIDATES: Final = _candidates_among()
 _GHOSTS: Final = select(jobs.c.job_id).where(IS_RUNNABLE, jobs.c.tasks_done < jobs.c.tasks_total, ~_is_open)
 _FREE_TASKS: Final = (
     select(tasks)
@@ -142,14 +150,12 @@ class ClaimVerb(Records):
     def _candidates(
         self, conn: Connection, now: float, slots: int, wanted: Sequence[str] | None
     ) -> Sequence[Row[Any]]:
-        """Jobs with a free task: those without any lease first, up to `slots` of them, then the others.
+        """Jobs with a free task: of those without any lease up to `slots`, and all others.
 
         A job whose plan cannot be read is passed over, and the next one takes its place.
         """
         while True:
-            rows = [*self._candidates_in(conn, _IDLE_JOBS, wanted, {"now": now, "slots": slots})]
-            if len(rows) < slots:
-                rows += self._candidates_in(conn, _BUSY_JOBS, wanted, {"now": now})
+            rows = self._candidates_in(conn, wanted, {"now": now, "slots": slots})
             known = self._frozen_or_error(conn, [row.job_id for row in rows])
             broken = {job_id: error for job_id, error in known.items() if isinstance(error, LockstepError)}
             if not broken:
@@ -158,14 +164,14 @@ class ClaimVerb(Records):
                 self._warn(job_id, error)
 
     def _candidates_in(
-        self, conn: Connection, query: Select[Any], wanted: Sequence[str] | None, about: Mapping[str, Any]
+        self, conn: Connection, wanted: Sequence[str] | None, about: Mapping[str, Any]
     ) -> Sequence[Row[Any]]:
         # A statement that is made anew costs more than it takes to run, and most claims have no filter.
         if wanted is None and not self._unreadable:
-            return self._db.rows(conn, query, about)
+            return self._db.rows(conn, _CANDIDATES, about)
         only = [] if wanted is None else [jobs.c.job_id.in_(wanted)]
         only.append(jobs.c.job_id.not_in(sorted(self._unreadable)))
-        return conn.execute(query.where(*only), about).all()
+        return conn.execute(_candidates_among(*only), about).all()
 
     def _lease(self, conn: Connection, task: Row[Any], worker: str, until: float) -> Lease:
         self._set_task(

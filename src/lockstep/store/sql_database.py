@@ -158,10 +158,11 @@ class Database(ABC):
             known = self._words[statement] = Words(str(compiled), own)
         return known
 
-    def _shaped(self, text: str, columns: Iterable[Any], found: Iterable[Any]) -> Sequence[Row[Any]]:
+    def _shaped(self, text: str, cursor: Any) -> Sequence[Row[Any]]:
+        """All rows of a cursor of the driver."""
         if (shape := self._shapes.get(text)) is None:
-            shape = self._shapes[text] = shape_of([column[0] for column in columns])
-        return [shape(row) for row in found]
+            shape = self._shapes[text] = shape_of([column[0] for column in cursor.description])
+        return [shape(row) for row in cursor.fetchall()]
 
     def close(self) -> None:
         self._engine.dispose()

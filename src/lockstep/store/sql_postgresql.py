@@ -7,7 +7,7 @@ verbs that every task needs try to do without a transaction around them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 from typing import cast as cast_type
 
@@ -29,6 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.selectable import SelectBase
 
@@ -128,14 +129,24 @@ class _Overtaken(Exception):
 class _Alone:
     """Stands where a connection stands while a verb tries to do without a transaction."""
 
-    def __init__(self, driver: psycopg.Connection[Any]) -> None:
-        self.driver = driver
+    def __init__(self, borrowed: PoolProxiedConnection) -> None:
+        self.borrowed = borrowed
+        self.driver = cast_type("psycopg.Connection[Any]", borrowed.driver_connection)
+        self.driver.autocommit = True
+        self.cursor = self.driver.cursor()
         self.info: dict[str, Any] = {}
         self.version = ""
         self.changes: list[_Change] = []
 
     def execute(self, *_about: object) -> NoReturn:
         raise _Overtaken
+
+    def give_back(self) -> None:
+        if self.driver.closed:
+            self.borrowed.invalidate()
+        else:
+            self.driver.autocommit = False
+        self.borrowed.close()
 
 
 def _if_alone(connection: object) -> _Alone | None:
@@ -153,6 +164,7 @@ class PostgresqlDatabase(Database):
         self._read_engine = engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
+        self._spare: list[_Alone] = []
         # Threads may miscount it: it steers what is tried first, not what is right.
         self._crowded = 0
         self._texts: dict[tuple[bool, tuple[UpdateBase, ...]], str] = {}
@@ -219,36 +231,53 @@ class PostgresqlDatabase(Database):
 
     @contextmanager
     def _alone(self) -> Iterator[_Alone]:
+        """One of the connections that are kept for this: a new one of the pool costs half a statement."""
         import psycopg
 
         try:
-            borrowed = self._engine.raw_connection()
+            alone = self._spare.pop()
+        except IndexError:
+            alone = self._borrowed()
+        try:
+            yield alone
+        except psycopg.Error as error:
+            raise DBAPIError("", None, error, connection_invalidated=alone.driver.closed) from error
+        finally:
+            alone.info, alone.changes = {}, []
+            self._spare.append(alone)
+            if alone.driver.closed:
+                # The others will have been lost with it.
+                self._give_back_spare()
+
+    def _borrowed(self) -> _Alone:
+        import psycopg
+
+        try:
+            return _Alone(self._engine.raw_connection())
         except psycopg.Error as error:
             raise DBAPIError("", None, error) from error
-        driver = cast_type("psycopg.Connection[Any]", borrowed.driver_connection)
-        try:
-            driver.autocommit = True
-            yield _Alone(driver)
-        except psycopg.Error as error:
-            raise DBAPIError("", None, error, connection_invalidated=driver.closed) from error
-        finally:
-            if driver.closed:
-                borrowed.invalidate()
-            else:
-                driver.autocommit = False
-            borrowed.close()
+
+    def _give_back_spare(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._spare.pop().give_back()
+
+    def close(self) -> None:
+        self._give_back_spare()
+        super().close()
 
     def _send_alone(self, alone: _Alone) -> None:
         """Raises: _Overtaken if nothing was changed; Retryable if nobody knows."""
         import psycopg
 
         # The job first: whoever waits for it holds no task meanwhile, so nobody waits in a circle.
-        changes = sorted(alone.changes, key=lambda change: not change.moves_the_job)
-        if not changes[0].moves_the_job or len(_grouped(changes)) > 1:
+        moves = [change for change in alone.changes if change.moves_the_job]
+        changes = moves + [change for change in alone.changes if not change.moves_the_job]
+        if len(moves) != 1 or len(changes) > _CHANGES_AT_ONCE:
             raise _Overtaken
         row = {**_numbered(changes), "version": alone.version}
         try:
-            found = alone.driver.execute(self._together(changes, alone=True), row).fetchone()
+            found = alone.cursor.execute(self._together(changes, alone=True), row).fetchone()
         except psycopg.errors.DivisionByZero as error:
             raise _Overtaken from error
         except psycopg.Error as error:
@@ -265,9 +294,7 @@ class PostgresqlDatabase(Database):
         self._send(connection)
         text, own = self._worded(query)
         with self._driven(connection):
-            cursor = _driver(connection).execute(text, {**own, **about})
-            found = cursor.fetchall()
-        return self._shaped(text, cursor.description or (), found)
+            return self._shaped(text, _driver(connection).execute(text, {**own, **about}))
 
     def now(self, connection: Connection) -> float:
         """One time for one transaction: asked for once, or brought along with the first row it locks."""
@@ -290,7 +317,7 @@ class PostgresqlDatabase(Database):
         if (alone := _if_alone(connection)) is None:
             return super().lock(connection, locking, reading, about)
         text, own = self._worded(_JOB_AND_TASK)
-        found = alone.driver.execute(text, {**own, **about}).fetchone()
+        found = alone.cursor.execute(text, {**own, **about}).fetchone()
         if found is None:
             return None, None
         width = len(jobs.c) + 1

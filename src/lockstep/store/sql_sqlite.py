@@ -71,9 +71,7 @@ class SqliteDatabase(Database):
     def rows(self, connection: Connection, query: SelectBase, about: Mapping[str, Any]) -> Sequence[Row[Any]]:
         text, own = self._worded(query)
         with _driven():
-            cursor = _driver(connection).execute(text, {**own, **about})
-            found = cursor.fetchall()
-        return self._shaped(text, cursor.description, found)
+            return self._shaped(text, _driver(connection).execute(text, {**own, **about}))
 
     def change(
         self, connection: Connection, statement: UpdateBase, row: Mapping[str, Any], refused: LockstepError
