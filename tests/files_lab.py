@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,14 @@ class FilesLab:
     """An import's input over `addresses`, as the planner and then as an executor sees it."""
 
     def __init__(
-        self, root: Path, *addresses: str | Path, ignore_extra: bool = False, **options: Any
+        self,
+        root: Path,
+        *addresses: str | Path,
+        ignore_extra: bool = False,
+        storage: Mapping[str, Mapping[str, str]] | None = None,
+        **options: Any,
     ) -> None:
-        self.config = Config(root, "sqlite://", {}, {}, {})
+        self.config = Config(root, "sqlite://", {}, {}, storage or {})
         self.options = ParseOptions(**options)
         self.planner = open_input([str(address) for address in addresses], self.options, self.config)
         self.pin: Pin = self.planner.freeze()

@@ -474,7 +474,8 @@ def test_small_files_share_a_task_and_large_ones_make_several(tmp_path):
     tasks = lab.tasks(task_bytes=500)
     assert [len(task.descriptor["pieces"]) for task in tasks] == [2, 1, 1, 1, 1]
     assert sum(task.size_bytes for task in tasks) == 2040
-    assert [task.rows for task in tasks] == [20, 250, 250, 250, 250]
+    assert tasks[0].rows == 20
+    assert all(200 <= task.rows <= 300 for task in tasks[1:])
     assert lab.tasks(task_bytes=500) == tasks
 
 

@@ -23,7 +23,7 @@ from lockstep.arrow_types import arrow_schema, type_text
 from lockstep.job import ColumnMap
 from lockstep.source.files_blocks import Lines
 from lockstep.source.files_columns import refuse_where, require_valid, whole_column
-from lockstep.source.files_fit import Misfit, Unfit, shown
+from lockstep.source.files_fit import RECORDS_AT_ONCE, Misfit, Unfit, shown
 from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
 from lockstep.source.files_values import from_text, is_text_form, misfit_reason
 
@@ -67,7 +67,28 @@ class JsonParser:
             members = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
             return [self._array(members, i, lines) for i in range(len(self._columns))]
         except pa.ArrowInvalid as error:
-            raise Unfit from error
+            raise Unfit(self._first_misfit(lines)) from error
+
+    def _first_misfit(self, lines: Sequence[bytes]) -> int | None:
+        """The first line that does not fit alone, where it is quick to find: Arrow does not say it."""
+        if not 1 < len(lines) <= RECORDS_AT_ONCE:
+            return 0 if len(lines) == 1 else None
+        for row, line in enumerate(lines):
+            if self._looks_unfit(line):
+                try:
+                    self._at_once([line])
+                except Unfit:
+                    return row
+        return None
+
+    def _looks_unfit(self, line: bytes) -> bool:
+        try:
+            record = self._decoded(line)
+            for column, field in zip(self._columns, self._schema, strict=True):
+                strict_value(record.get(column.source), field.type)
+        except Misvalue:
+            return True
+        return False
 
     def _structs(self, lines: Sequence[bytes], kind: pa.StructType) -> pa.StructArray:
         """One struct for each line. Raises: pa.ArrowInvalid, Unfit.

@@ -12,6 +12,7 @@ from typing import Final
 from lockstep.errors import Invalid
 from lockstep.storage import Storage, StoredFile, local_path
 
+_BUCKET: Final = re.compile(r"[a-z0-9]+://[^/]*")
 _WILD: Final = re.compile(r"[*?\[]")
 
 
@@ -42,7 +43,7 @@ def _absolute(address: str, root: Path) -> str:
 
 
 def _files_of(storage: Storage, address: str) -> Iterator[StoredFile]:
-    one = storage.find(address)
+    one = None if _BUCKET.fullmatch(address) else storage.find(address)
     if one is not None:
         yield one
     elif local_path(address) is not None and os.path.isdir(address):

@@ -97,19 +97,18 @@ def _pieces(
 
 def _cuts(storage: Storage, file: RawFile, records: Records, piece_bytes: int) -> Iterator[tuple[int, int]]:
     """Ends of pieces of about `piece_bytes`, each with the lines in the piece."""
-    block_bytes = max(1, min(BLOCK_BYTES, piece_bytes))
+    block_bytes = max(1, min(BLOCK_BYTES, piece_bytes // 8))
     length = file.size_bytes - file.start
-    end, lines, held = file.start, 0, 0
+    done = lines = 0
+    target = piece_bytes
     with OpenFile(storage, file.url, file.compression, file.start) as opened:
         for block, size in cuts(opened, length, records, block_bytes, 1 << 30, file.url):
-            end += size
-            held += size
+            done += size
             lines += count_lines(block, size)
-            if held >= piece_bytes:
-                yield end, lines
-                lines = held = 0
-    if held:
-        yield end, lines
+            if done >= target or done == length:
+                yield file.start + done, lines
+                lines = 0
+                target = (done // piece_bytes + 1) * piece_bytes
 
 
 class TextReader:
