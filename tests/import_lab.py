@@ -127,7 +127,7 @@ class ImportLab:
         for _ in range(most_rounds):
             try:
                 with armed(self.crashes):
-                    job = self._round(job)
+                    job = self.round(job)
             except Crash:
                 self.clock.at += 60
                 job = self.store.read(job.job_id)
@@ -137,14 +137,15 @@ class ImportLab:
                 return job
         raise AssertionError(f"the job did not end: {job}")
 
-    def _round(self, job: Job) -> Job:
+    def round(self, job: Job, *, commit: bool = True) -> Job:
+        """What two workers do next."""
         if stage_is_over(job):
             return advance(job, self.store, self.config, self.clock)
         for claim in self.store.claim("worker", 2, 30, {job.job_id}):
             with suppress(Fenced):  # the job has ended meanwhile
                 self.attempt(claim)
         job = self.store.read(job.job_id)
-        if job.state is State.COMMITTING:
+        if job.state is State.COMMITTING and commit:
             job = settle(self.store, job.job_id, self.config, self.clock)
         return job
 

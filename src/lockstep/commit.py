@@ -23,6 +23,9 @@ from lockstep.target import Outcome, Target, TargetTable, open_target
 
 GIVE_UP_PAUSE_S: Final = 30.0
 
+Objection = Callable[[Job, TargetTable], ErrorInfo | None]
+"""Why a job must not be published on top of this head, or None."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -38,7 +41,7 @@ def commit(
     target: Target,
     clock: Clock = SYSTEM_CLOCK,
     patience_s: float = math.inf,
-    objection: Callable[[Job], ErrorInfo | None] = lambda job: None,
+    objection: Objection = lambda job, head: None,
 ) -> Job:
     """Bring a committing job to its end; whoever holds the lease may call this, any number of times.
 
@@ -87,7 +90,7 @@ def _step(
     target: Target,
     clock: Clock,
     last_round: bool,
-    objection: Callable[[Job], ErrorInfo | None],
+    objection: Objection,
 ) -> Job | None:
     """One round of the loop: read the register, then do the one thing that it calls for."""
     # A table that is away for a moment, or hidden from us, proves nothing about a request that was sent.
@@ -158,7 +161,7 @@ def _reason_not_to_publish(
     store: JobStore,
     target: Target,
     clock: Clock,
-    objection: Callable[[Job], ErrorInfo | None],
+    objection: Objection,
 ) -> tuple[Ending | None, list[StagedFile]]:
     if job.kill_requested:
         return Ending(Event.KILL, None), []
@@ -166,7 +169,7 @@ def _reason_not_to_publish(
         return Ending(Event.FAIL, out), []
     if differences := target.drift(head, job.plan):
         return Ending(Event.FAIL, ErrorInfo.of(_drifted(job, differences))), []
-    if problem := objection(job):
+    if problem := objection(job, head):
         return Ending(Event.FAIL, problem), []
     files = [file for file in store.manifest(job.job_id, job.plan.stages[-1]) if file.kind == DATA]
     if job.plan.rows is not None and (rows := sum(file.rows for file in files)) != job.plan.rows:
@@ -312,7 +315,7 @@ def run_commit(
         return store.end(claim.lease, Event.FAIL, error=ErrorInfo.of(error))
     if claim.job.kind is Kind.EXPORT:
         return commit(claim, store, target, clock, patience_s)
-    return commit(claim, store, target, clock, patience_s, lambda job: review(job, store, config))
+    return commit(claim, store, target, clock, patience_s, lambda job, head: review(job, store, config, head))
 
 
 def settle(

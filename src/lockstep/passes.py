@@ -163,6 +163,7 @@ def plan_unique(files: Sequence[StagedFile], plan: Plan, published: Published | 
         most = key_from_json(inner_high["key"])[0] if inner_high else high
         met = [one.file for one in published.files if one.meets(least, most)] if published else []
         spec.descriptor["published"] = {
+            "snapshot_id": published.snapshot_id if published else None,
             "reading": published.reading if published and met else {},
             "files": met,
         }

@@ -9,7 +9,7 @@ import base64
 import csv
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,7 @@ from lockstep.errors import ErrorInfo, LockstepError
 from lockstep.job import DATA, LOSERS, REJECTS, RUN, Fingerprint, ImportTerms, Job, Json, StagedFile
 from lockstep.source import Place, open_frozen
 from lockstep.store import JobStore
+from lockstep.target import TargetTable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -69,9 +70,10 @@ def tally(job: Job, store: JobStore) -> Tally:
     )
 
 
-def review(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
+def review(job: Job, store: JobStore, config: Config, head: TargetTable | None = None) -> ErrorInfo | None:
     """Why the job cannot go on after its stage, or None. Writes the rejects file when it is complete.
 
+    `head` is the table that the job is about to be published on, after its last stage.
     Raises: Retryable if the inputs or the storage do not answer.
     """
     assert job.plan.terms is not None
@@ -83,6 +85,8 @@ def review(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
         problem = _duplicates(job, store, config) or _too_many_rejects(job, store, config)
     if problem is None and job.stage == last and first != last:
         problem = _does_not_add_up(job, store)
+    if problem is None and head is not None and "unique" in job.plan.stages:
+        problem = _came_meanwhile(job, head, store, config)
     return problem
 
 
@@ -259,6 +263,43 @@ def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
     return ErrorInfo("Invalid", f"{count} the unique key {key}: {place} has that of {winner}", hint)
 
 
+def _came_meanwhile(job: Job, head: TargetTable, store: JobStore, config: Config) -> ErrorInfo | None:
+    """A key of ours that somebody else has published since our keys were compared with the table.
+
+    The commit goes on top of exactly `head`, so nobody can come between this look and the commit.
+    """
+    from lockstep.passes import newest_runs, plan_unique
+    from lockstep.unique import published, repeated_in_table
+
+    checks = store.tasks(job.job_id, "unique")
+    if not checks:
+        return None
+    seen = checks[0].descriptor["published"]["snapshot_id"]
+    now = published(head.handle, job.plan)
+    if now.snapshot_id == seen:
+        return None
+    then = published(head.handle, job.plan, seen) if seen is not None else None
+    known = {one.file["path"] for one in then.files} if then is not None else set()
+    fresh = replace(now, files=[one for one in now.files if one.file["path"] not in known])
+    if not fresh.files:
+        return None
+    manifests = {stage: list(store.manifest(job.job_id, stage)) for stage in job.plan.stages[:-1]}
+    files = newest_runs(manifests)
+    with _Places(job, store, config) as places:
+        for spec in plan_unique(files, job.plan, fresh):
+            first = repeated_in_table(job.plan, spec.descriptor, files, places.storage)
+            if first is not None:
+                place = places.of(first.task, first.record)
+                winner = places.winner(None, first.winner_record, first.winner_file)
+                return ErrorInfo(
+                    "Invalid",
+                    f"somebody else has published a row with the same unique key meanwhile: {place} has that "
+                    f"of {winner}",
+                    "nothing was published; import again: the keys are then compared with the table as it is",
+                )
+    return None
+
+
 # Sums
 
 
@@ -300,12 +341,12 @@ class _Places:
     """Where records stand, asked of the inputs once a message needs it."""
 
     def __init__(self, job: Job, store: JobStore, config: Config) -> None:
-        from lockstep.storage import Storage
+        from lockstep.storage import Storage, options_of
 
         self._job = job
         self._tasks = {task.index: task for task in store.tasks(job.job_id, job.plan.stages[0])}
         self._files = open_frozen(expand(job.plan.source, config), job.plan.pin, config)
-        self._storage: Storage = Storage(config.storage)
+        self.storage: Storage = Storage(options_of(job.plan, config))
         self._firsts: dict[int, Place] = {}
 
     def __enter__(self) -> _Places:
@@ -335,5 +376,5 @@ class _Places:
     def rows_of(self, file: StagedFile) -> pa.Table:
         import pyarrow as pa
 
-        with self._storage.open(file.path) as opened:
+        with self.storage.open(file.path) as opened:
             return pa.ipc.open_file(opened).read_all()

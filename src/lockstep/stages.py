@@ -45,7 +45,7 @@ def advance(job: Job, store: JobStore, config: Config, clock: Clock = SYSTEM_CLO
     follower = _follower(job, store, config, clock)
     moved = store.advance(job.job_id, job.stage, follower.stage, follower.tasks)
     failpoint("stage.after_advance")
-    _discard(_used_up(job, store), config)
+    _discard(_used_up(job, store), job, config)
     return moved
 
 
@@ -89,11 +89,11 @@ def _used_up(job: Job, store: JobStore) -> Iterator[StagedFile]:
         yield from (file for file in files if file.kind in (RUN, KEYS) and file.path not in in_use)
 
 
-def _discard(files: Iterable[StagedFile], config: Config) -> None:
+def _discard(files: Iterable[StagedFile], job: Job, config: Config) -> None:
     """Best effort: what stays is deleted when the job has ended."""
-    from lockstep.storage import Storage
+    from lockstep.storage import Storage, options_of
 
-    storage = Storage(config.storage)
+    storage = Storage(options_of(job.plan, config))
     try:
         for file in files:
             storage.delete(file.path)
@@ -104,10 +104,10 @@ def _discard(files: Iterable[StagedFile], config: Config) -> None:
 def release_runs(store: JobStore, job: Job, config: Config) -> None:
     """Delete what an ended import has staged and not published. What fails is tried again later."""
     from lockstep.sink.staging import parse_staged_name, runs_folder
-    from lockstep.storage import Storage
+    from lockstep.storage import Storage, options_of
 
     failpoint("unpin.before")
-    storage = Storage(config.storage)
+    storage = Storage(options_of(job.plan, config))
     try:
         for file in list(storage.list(runs_folder(job.plan, job.job_id) + "/")):
             parsed = parse_staged_name(file.url)

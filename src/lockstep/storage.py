@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import S3Store
 
+    from lockstep.config import Config
+    from lockstep.job import Plan
+
 CHECKSUM_BYTES: Final = 16
 BUFFER_BYTES: Final = 1 << 20
 # An upload part; with the concurrency below it bounds what one open object holds in memory.
@@ -265,6 +268,14 @@ def with_catalog(
     prefixes = [scheme + marker + path.partition("/")[0]] if location else [f"{s}://" for s in _S3_SCHEMES]
     # The given ones are looked up late: one that has a wrong value raises only where it is used.
     return ChainMap(cast(Any, options), {prefix: found for prefix in prefixes if found})
+
+
+def options_of(plan: Plan, config: Config) -> Mapping[str, Mapping[str, str]]:
+    """The options for `Storage` that reach the table of a plan as well as everything else."""
+    from lockstep.config import expand
+
+    catalog = expand(plan.target, config).removeprefix("iceberg://").partition("/")[0]
+    return with_catalog(config.storage, config.catalogs.get(catalog, {}), plan.location)
 
 
 def local_path(url: str) -> Path | None:

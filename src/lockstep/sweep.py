@@ -23,7 +23,7 @@ from lockstep.job import Job, State, commit_id
 from lockstep.runtime import SYSTEM_CLOCK, Clock, id_time
 from lockstep.source import FoundPin
 from lockstep.source.clickhouse import ClickHouseSource
-from lockstep.storage import Storage, StoredFile
+from lockstep.storage import Storage, StoredFile, with_catalog
 from lockstep.store import JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
 
@@ -263,7 +263,8 @@ class Known:
 def _beside_table(
     address: str, config: Config, clock: Clock, known: Known, dry_run: bool
 ) -> Iterator[Finding]:
-    storage = Storage(config.storage)
+    catalog = config.catalogs.get(expand(address, config).removeprefix("iceberg://").partition("/")[0], {})
+    storage = Storage(with_catalog(config.storage, catalog))
     judge: _TableJudge | None = None
     try:
         target = open_target(expand(address, config), config, clock)

@@ -28,8 +28,8 @@ import pyarrow as pa
 from lockstep.fingerprint import row_hashes
 from lockstep.job import LOSERS, ColumnMap, Json, Plan, Position, SortKey, StagedFile
 from lockstep.keys import RECORD, TASK, key_of, order, present, repeats
-from lockstep.merge import MergeReader, Window
-from lockstep.sink.losers import LOSER_SCHEMA
+from lockstep.merge import Losers, MergeReader, Window
+from lockstep.sink.losers import LOSER_SCHEMA, WINNER_FILE, WINNER_RECORD, WINNER_TASK
 from lockstep.sink.run import key_rows, unique_of
 from lockstep.source import Chunk
 from lockstep.storage import Storage
@@ -72,14 +72,16 @@ class Published:
     files: Sequence[PublishedFile]
 
 
-def published(table: Table, plan: Plan) -> Published:
+def published(table: Table, plan: Plan, snapshot_id: int | None = None) -> Published:
     """What the table holds now, by its metadata alone. `table` is the `handle` of a loaded target.
 
+    With `snapshot_id` what it held then: nothing, if that snapshot has expired.
     Raises: Invalid for files or deletes that Lockstep cannot read exactly; Corrupt if metadata is gone.
     """
     from lockstep.source.iceberg_scan import equality_fields, scan_files
 
-    snapshot, schema = table.metadata.current_snapshot(), table.metadata.schema()
+    metadata, schema = table.metadata, table.metadata.schema()
+    snapshot = metadata.snapshot_by_id(snapshot_id) if snapshot_id else metadata.current_snapshot()
     if snapshot is None:
         return Published(None, {}, ())
     files = scan_files(table, snapshot, schema)
@@ -318,6 +320,23 @@ def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 def _after(window: Window, group: _Group) -> Position:
     return {**window.position, "open": group.to_json()}
+
+
+def repeated_in_table(
+    plan: Plan, descriptor: Json, files: Sequence[StagedFile], storage: Storage
+) -> Duplicate | None:
+    """The first row of a range that would be published and has the key of a row of the listed table files.
+
+    Raises: Corrupt if a file is not what was listed; Retryable if the storage does not answer.
+    """
+    if not descriptor["published"]["files"]:
+        return None
+    losers = Losers.load([file.path for file in files if file.kind == LOSERS and file.rows], storage)
+    for chunk in UniqueReader(plan, storage).read(descriptor, None, TABLE_BATCH_BYTES):
+        rows = losers.dropped(chunk.batch) if losers is not None else chunk.batch
+        for row in rows.filter(rows.column(WINNER_TASK).is_null()).slice(0, 1).to_pylist():
+            return Duplicate(row[TASK], row[RECORD], None, row[WINNER_RECORD], row[WINNER_FILE])
+    return None
 
 
 # What it means

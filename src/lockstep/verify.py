@@ -71,13 +71,13 @@ def verify(job: Job, store: JobStore, config: Config) -> Verification:
     its files with it, or the table is another one; Retryable if catalog or storage do not answer.
     """
     from lockstep.source.iceberg_rows import FileReader
-    from lockstep.storage import Storage
+    from lockstep.storage import Storage, options_of
 
     snapshot_id, expected = _published(job)
     head = open_target(expand(job.plan.target, config), config).load()
     table = _same_table(job, head)
     files = _files_of(table, job, snapshot_id, expected)
-    storage = Storage(config.storage)
+    storage = Storage(options_of(job.plan, config))
     reader = FileReader(storage, job.plan.schema, files)
     recorded = {
         file.path: file.fingerprint

@@ -40,7 +40,7 @@ from lockstep.job import (
 from lockstep.routes import Routes, probes, route_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, is_dead, worker_name
 from lockstep.stages import advance, release_runs, stage_is_over
-from lockstep.storage import with_catalog
+from lockstep.storage import options_of
 from lockstep.store import Claim, CommitClaim, JobStore
 
 _LOG: Final = logging.getLogger(__name__)
@@ -663,10 +663,7 @@ class Worker:
 def _for_executors(config: Config, plan: Plan) -> Config:
     """What a task needs of the configuration: neither the store nor the catalogs, so it never sees their
     credentials, but the storage of its target."""
-    catalog = expand(plan.target, config).removeprefix("iceberg://").partition("/")[0]
-    properties = config.catalogs.get(catalog, {})
-    storage = with_catalog(config.storage, properties, plan.location)
-    return replace(config, store_url="", catalogs={}, spark={}, storage=storage)
+    return replace(config, store_url="", catalogs={}, spark={}, storage=options_of(plan, config))
 
 
 def _key(lease: Lease) -> TaskKey:

@@ -278,7 +278,7 @@ def test_hundreds_of_runs_are_combined_first_and_the_short_ones_are_gone_then(
     rows = some_rows(8000)
     lab.write("a.csv", as_csv(rows))
     job = lab.plan("a.csv", sort_by=("k", "id"))
-    while (job := lab._round(job)).stage != "merge":
+    while (job := lab.round(job)).stage != "merge":
         assert job.state.live
     stages = [entry.detail for entry in lab.store.history(job.job_id) if entry.event == "advance"]
     assert stages[0].startswith("map → combine")
@@ -465,3 +465,23 @@ def test_null_is_no_key(lab: ImportLab) -> None:
     lab.write("a.csv", "id,k\n1,\n2,\n3,7\n")
     assert lab.run("a.csv", unique=("k",)).state is State.COMPLETED
     assert sorted(row["id"] for row in lab.rows()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("theirs", "fits"), [("id,k\n9,2\n", False), ("id,k\n9,3\n", True)])
+def test_a_key_that_somebody_publishes_while_ours_is_merged_is_noticed_before_the_commit(
+    lab: ImportLab, theirs: str, fits: bool
+) -> None:
+    lab.write("a.csv", "id,k\n1,1\n2,2\n3,1\n")
+    lab.write("b.csv", theirs)
+    job = lab.plan("a.csv", unique=("k",), on_duplicate="keep-first")
+    while job.state is not State.COMMITTING:
+        job = lab.round(job, commit=False)
+    assert lab.run("b.csv", mode="direct").state is State.COMPLETED
+
+    job = lab.finish(job)
+
+    assert job.state is (State.COMPLETED if fits else State.FAILED), job.error
+    assert sorted(row["id"] for row in lab.rows()) == ([1, 2, 9] if fits else [9])
+    if not fits:
+        assert job.error is not None
+        assert "a.csv line 3" in job.error.message
