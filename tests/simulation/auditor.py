@@ -59,6 +59,7 @@ class Evidence:
     """By UUID."""
     files: Mapping[str, bytes]
     overwritten: Sequence[str]
+    swept: Sequence[str]
     parts: Mapping[str, tuple[int, int]]
     """The rows of each part of the source, from the first up to the last."""
     rival_rows: Mapping[str, str]
@@ -113,6 +114,7 @@ def audit(evidence: Evidence) -> list[str]:
     heads = {name: _head(evidence, table) for name, table in evidence.tables.items()}
     found += _one_line(evidence)
     found += _nothing_lost(evidence, heads)
+    found += _swept_rightly(evidence, jobs)
     found += _rows_agree(evidence, jobs, heads)
     for job in jobs:
         found += _commits_agree(evidence, job)
@@ -179,6 +181,22 @@ def _nothing_lost(evidence: Evidence, heads: Mapping[str, Head]) -> Iterator[str
             yield f"the row of another writer, {row}, is there {times} times"
 
 
+def _swept_rightly(evidence: Evidence, jobs: Sequence[JobEvidence]) -> Iterator[str]:
+    """A sweep takes nothing of a job that could still run, and nothing that any snapshot refers to."""
+    ended = {job.job_id for job in jobs if job.state in ("completed", "killed")}
+    owners = {path: job.job_id for job in jobs for path in evidence.swept if _is_of(path, job)}
+    for path, owner in owners.items():
+        if owner not in ended:
+            yield f"{path} was swept, and {owner} can still be retried"
+    for table in evidence.tables.values() if evidence.swept else ():
+        for snapshot in table.states[-1][2].snapshots if table.states else ():
+            try:
+                gone = [path for path in _paths(snapshot, table.file_io) if path not in evidence.files]
+            except FileNotFoundError as error:
+                gone = [str(error)]
+            yield from (f"{path} was swept, and a snapshot of {table.name} refers to it" for path in gone)
+
+
 def _rows_agree(evidence: Evidence, jobs: Sequence[JobEvidence], heads: Mapping[str, Head]) -> Iterator[str]:
     """The rows of a completed job are there once, unless it was replaced; those of any other one never."""
     replaced = {commit for job in jobs if job.state == "completed" for commit in job.replaces}
@@ -209,7 +227,7 @@ def _rows_agree(evidence: Evidence, jobs: Sequence[JobEvidence], heads: Mapping[
 
 
 def _is_of(path: str, job: JobEvidence) -> bool:
-    return f"/data/{job.job_id}-" in path
+    return f"/data/lockstep-{job.job_id}-" in path
 
 
 def commit_id(job_id: str, generation: int) -> str:
@@ -294,6 +312,8 @@ def _lock_step(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
         name = f"task {task['idx']} of {job.job_id}"
         listed = [file["path"] for file in _listed(evidence, task)]
         if missing := [path for path in listed if path not in evidence.files]:
+            if job.state == "killed" and set(missing) <= set(evidence.swept):
+                continue
             yield f"{name} lists {missing[0]}, which was deleted"
             continue
         rows = [row for path in listed for row in json.loads(evidence.files[path])]

@@ -101,7 +101,7 @@ RARE = {"replaced_tables": 0.2, "schema_changes": 0.5, "kill_before_commit": 0.4
 
 
 def draw_faults(source: random.Random) -> Faults:
-    quiet_s = source.uniform(20.0, 160.0)
+    quiet_s = source.uniform(15.0, 110.0)
     if source.random() < 0.04:
         return Faults(quiet_s)
     share = source.choice((0.15, 0.35, 0.6))

@@ -51,6 +51,9 @@ from pyiceberg.table.update import (
 from pyiceberg.typedef import Record
 from pyiceberg.types import LongType, NestedField
 
+from lockstep.errors import Retryable
+from lockstep.storage import StoredFile
+
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
@@ -59,16 +62,42 @@ Reach = Callable[[str], None]
 
 
 class Storage:
-    """Files by path. What is written and deleted is remembered for the auditor."""
+    """Files by path. What is overwritten and deleted is remembered for the auditor."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.overwritten: list[str] = []
+        self.swept: list[str] = []
 
     def put(self, path: str, body: bytes) -> None:
         if path in self.files:
             self.overwritten.append(path)
         self.files[path] = body
+
+
+class SimStorage:
+    """Stands in for the product's `Storage`, as far as a sweep needs it."""
+
+    world: World
+
+    def __init__(self, options: object) -> None:
+        pass
+
+    def list(self, root: str) -> list[StoredFile]:
+        self._reach(f"list {root}")
+        files = self.world.storage.files
+        return [StoredFile(path, len(files[path]), "", 0.0) for path in files if path.startswith(f"{root}/")]
+
+    def delete(self, url: str) -> None:
+        self._reach(f"delete {_name(url)}")
+        if self.world.storage.files.pop(url, None) is not None:
+            self.world.storage.swept.append(url)
+
+    def _reach(self, what: str) -> None:
+        try:
+            self.world.reach_storage(what)
+        except OSError as error:
+            raise Retryable(str(error)) from error
 
 
 class SimFileIO(FileIO):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, Retryable
 from lockstep.job import Fingerprint, Json, Piece, Plan, Position, StagedFile, TaskSpec
-from lockstep.source import Chunk, PartInfo, PartitionInfo, Pin, SourceColumn, SourceTable
+from lockstep.source import Chunk, FoundPin, PartInfo, PartitionInfo, Pin, SourceColumn, SourceTable
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -73,13 +73,16 @@ class SimSource:
         self._reach("unpin")
         self.world.pins.discard(pin["name"])
 
+    def pins(self) -> list[FoundPin]:
+        self._reach("list of pins")
+        return [FoundPin(_job_of(name), name, 0.0, {"name": name}) for name in sorted(self.world.pins)]
+
     def close(self) -> None:
         pass
 
     def _complain(self, pin: str) -> None:
         """An attempt of a job that was killed meanwhile may find its pin gone; no other one."""
-        job_id = pin.removeprefix("lockstep_pin_")
-        if self.world.state_of(job_id) not in ("completed", "killed"):
+        if self.world.state_of(_job_of(pin)) not in ("completed", "killed"):
             self.world.complaints.append(f"{pin} was given up, and its job still needs it")
 
     def _reach(self, what: str) -> None:
@@ -88,6 +91,10 @@ class SimSource:
         if self.world.chance("source_refused"):
             self.world.scheduler.note("source: no answer")
             raise Retryable("the source does not answer")
+
+
+def _job_of(pin: str) -> str:
+    return pin.removeprefix("lockstep_pin_")
 
 
 def _infos(parts: Ranges) -> list[PartInfo]:
@@ -106,12 +113,13 @@ class SimSink:
     world: World
 
     def __init__(self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, *_: Any) -> None:
-        self._prefix = f"{plan.location}/data/{job_id}-{stage}-{index}-{epoch}"
+        # The names of DataFileSink: a sweep knows them.
+        self._prefix = f"{plan.location}/data/lockstep-{job_id}-{stage}-{index:05d}-{epoch:03d}"
         self._rows: list[int] = []
         self._written = 0
         self._most = self.world.random.randint(1, 4)
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: Any, records: Any = None) -> None:
         self._rows += batch.rows
 
     @property
@@ -127,7 +135,7 @@ class SimSink:
             return []
         world = self.world
         rows, self._rows = self._rows, []
-        path = f"{self._prefix}-{self._written}.parquet"
+        path = f"{self._prefix}-{self._written:05d}.parquet"
         self._written += 1
         world.call(f"put {path.rpartition('/')[2]} {rows}")
         if world.chance("storage_refused") or world.in_window("storage_away"):

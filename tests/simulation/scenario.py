@@ -12,6 +12,7 @@ from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
 from lockstep.exporter import ExportRequest, plan_export
 from lockstep.job import ENDED, Event, Job, State
 from lockstep.store import JobStore
+from lockstep.sweep import sweep
 from lockstep.worker import Worker
 from tests.simulation.auditor import Evidence, TableEvidence, audit
 from tests.simulation.executors import SimEngine
@@ -82,6 +83,8 @@ class Scenario:
             self._start_worker(slot, draw.uniform(0.0, 5.0))
         for number in range(draw.choice((1, 2, 3, 3, 4, 5))):
             self._later(f"export {number}", self._ask, 0.5)
+        for number in range(draw.choice((0, 0, 1, 3))):
+            self._later(f"sweep {number}", lambda: self._run_command("sweep", self._sweep))
         world.kill_job = lambda job_id: self._command("kill", job_id)
         self._disturb()
         self.scheduler.spawn(self.world.network, "the end", self._end)
@@ -109,6 +112,7 @@ class Scenario:
             },
             files=world.storage.files,
             overwritten=world.storage.overwritten,
+            swept=world.storage.swept,
             parts={name: rows for parts in world.partitions.values() for name, rows in parts.items()},
             rival_rows=self.rival_rows,
             undisturbed=not world.faults.any and world.row_s < 1.0,
@@ -190,7 +194,7 @@ class Scenario:
         parts = tuple(self.world.partitions[partition])
         only = (draw.choice(parts),) if parts and draw.random() < 0.2 else ()
         request = ExportRequest(
-            "parquet:/numbers",
+            "clickhouse://numbers:8123/db/numbers",
             f"iceberg://lake/{draw.choice(sorted(self.world.tables))}",
             partitions=() if only else (partition,),
             parts=only,
@@ -241,6 +245,11 @@ class Scenario:
 
     def _retry(self, store: JobStore, job_id: str, _: Process) -> None:
         store.retry(job_id)
+
+    def _sweep(self, process: Process) -> None:
+        world = self.world
+        report = sweep(world.config, world.open_store(), world.clock(process))
+        self.scheduler.note(f"swept {len(report.garbage)}, kept {len(report.unknown)} in doubt")
 
     # What gets in the way
 
@@ -327,6 +336,8 @@ class Scenario:
         workers, self.workers = self.workers, {}
         for process in workers:
             self.scheduler.kill(process)
+        if world.random.random() < 0.3:
+            self._sweep(self.world.network)
         while world.in_flight:
             self.scheduler.pause(30.0)
         self.scheduler.stop()

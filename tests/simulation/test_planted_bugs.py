@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 
 import lockstep.commit
+import lockstep.sweep
 from lockstep.commit import Ending
 from lockstep.errors import CommitUnknown, ErrorInfo, Fenced
 from lockstep.job import Event, State, TaskState
@@ -142,12 +143,16 @@ def a_checkpoint_that_is_sent_again_is_stored_again(patch: pytest.MonkeyPatch) -
     patch.setattr(SqlStore, "_store", forgetful)
 
 
+def a_sweep_takes_what_a_retry_would_need(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lockstep.sweep, "why_kept", lambda job: "live" if job.state.live else None)
+
+
 CALM_S: Final = 150.0
 PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
     (
         a_task_is_finished_by_state_instead_of_by_epoch,
         "its files hold",
-        Faults(CALM_S, speculation=0.5, stall=0.1, channel_cut=0.05, freezes=3),
+        Faults(CALM_S, speculation=0.9),
     ),
     (
         a_job_is_completed_by_state_instead_of_by_epoch,
@@ -180,6 +185,11 @@ PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
         a_checkpoint_that_is_sent_again_is_stored_again,
         "its files hold",
         Faults(CALM_S, store_reply_lost=0.1),
+    ),
+    (
+        a_sweep_takes_what_a_retry_would_need,
+        "can still be retried",
+        Faults(CALM_S, source_corrupt=0.3),
     ),
 ]
 

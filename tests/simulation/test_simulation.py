@@ -26,13 +26,13 @@ def test_whatever_happens_no_promise_is_broken(group: int) -> None:
 
 
 def test_undisturbed_jobs_all_complete() -> None:
-    for seed in range(20):
+    for seed in range(12):
         run = simulate(seed, Faults(quiet_s=60.0))
         assert run.violations == [], f"seed {seed}"
 
 
 def test_one_seed_is_one_run_in_this_process_and_in_any_other() -> None:
-    seeds = range(1000, 1010)
+    seeds = range(1000, 1006)
     here = [simulate(seed).digest for seed in seeds]
     assert [simulate(seed).digest for seed in reversed(seeds)] == here[::-1]
     script = f"from tests.simulation.scenario import simulate; [print(simulate(s).digest) for s in {seeds}]"

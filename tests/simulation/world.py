@@ -33,6 +33,7 @@ from sqlalchemy.engine import make_url
 import lockstep.commit
 import lockstep.exporter
 import lockstep.sink.datafile
+import lockstep.sweep
 import lockstep.target.iceberg
 import lockstep.worker
 from lockstep import attempt, runtime, source
@@ -44,7 +45,7 @@ from lockstep.store import sql
 from lockstep.store.sql_sqlite import SqliteDatabase
 from tests.simulation.executors import SimChannel, SimChannelServer
 from tests.simulation.faults import Faults, draw_faults
-from tests.simulation.lake import LakeTable, SimCatalog, Storage
+from tests.simulation.lake import LakeTable, SimCatalog, SimStorage, Storage
 from tests.simulation.rows import Ranges, SimSink, SimSource
 from tests.simulation.scheduler import (
     START,
@@ -55,8 +56,8 @@ from tests.simulation.scheduler import (
     SimThreading,
 )
 
-POLL_S: Final = 7.0
-BEAT_S: Final = 8.0
+POLL_S: Final = 12.0
+BEAT_S: Final = 9.0
 """Rarer than in life: each beat costs real time, and none of the promises depends on how often it comes."""
 
 
@@ -156,9 +157,9 @@ class World:
         """What the store holds at this instant, for those who stand in."""
         with sqlite3.connect(database().path) as connection:
             query = "SELECT state FROM lockstep_jobs WHERE job_id = ?"
-            found: tuple[str] = connection.execute(query, (job_id,)).fetchone()
+            found: tuple[str] | None = connection.execute(query, (job_id,)).fetchone()
         connection.close()
-        return found[0]
+        return found[0] if found else "unknown"
 
     def clock(self, process: Process) -> ProcessClock:
         return ProcessClock(self.scheduler, process)
@@ -303,7 +304,7 @@ class _Machine:
 def in_place(world: World) -> Iterator[None]:
     """Let the modules under test use the world's threads, clock, wire and storage."""
     machine = _Machine(world)
-    for cls in (SimChannelServer, SimChannel, SimSource, SimSink):
+    for cls in (SimChannelServer, SimChannel, SimSource, SimSink, SimStorage):
         cls.world = world
     SimExecutor.scheduler = world.scheduler
     db = database()
@@ -335,6 +336,8 @@ def in_place(world: World) -> Iterator[None]:
         put(runtime, "os", machine)
         put(sql, "open_database", lambda url, clock: db)
         put(lockstep.target.iceberg, "load_catalog", lambda name, **properties: SimCatalog(world))
+        put(lockstep.sweep, "Storage", SimStorage)
+        put(lockstep.sweep, "ClickHouseSource", SimSource)
         put(lockstep.worker, "POLL_S", POLL_S)
         put(lockstep.worker, "BEAT_S", BEAT_S)
         put(attempt, "HEARTBEAT_S", BEAT_S)
