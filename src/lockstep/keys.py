@@ -122,15 +122,17 @@ class _Text:
 
     def word(self, place: int, rows: Rows | None) -> Words:
         """Word number `place` of these rows, zeros where a text has ended."""
-        starts = self.starts if rows is None else self.starts[rows]
+        at = (self.starts if rows is None else self.starts[rows]) + 8 * place
         reach = (self.lengths if rows is None else self.lengths[rows]) - 8 * place
-        at = np.minimum(starts + 8 * place, len(self.data) - 8)
-        np.maximum(reach, 0, out=reach)
-        views = np.ndarray((len(self.data) - 7,), "<u8", self.data, strides=(1,))
-        found = views[at].byteswap()
-        short = reach < 8
-        if short.any():
-            found &= _HEAD_MASKS.take(np.minimum(reach, 8))
+        last = len(self.data) - 8
+        views = np.ndarray((last + 1,), "<u8", self.data, strides=(1,))
+        beyond = np.maximum(at - last, 0) if len(at) and int(at.max()) > last else None
+        found = views[at if beyond is None else np.minimum(at, last)].byteswap()
+        if beyond is not None:
+            # The last word that there is begins too early for these texts.
+            found <<= (8 * np.minimum(beyond, 7)).astype(np.uint64)
+        if len(reach) and int(reach.min()) < 8:
+            found &= _HEAD_MASKS.take(np.clip(reach, 0, 8))
         return found
 
 
@@ -194,14 +196,8 @@ def _text(array: pa.Array, missing: npt.NDArray[np.bool_] | None) -> _Text:
     starts = offsets[:-1].astype(np.int64)
     size = 0 if data is None else data.size
     raw = np.frombuffer(data, np.uint8, size) if size else np.zeros(0, np.uint8)
-    last = int(offsets[-1])
-    if len(raw) < last + 8:
-        # Room for a whole word after the last text: only the used part is copied.
-        first = int(offsets[0])
-        padded = np.zeros(last - first + 8, np.uint8)
-        padded[: last - first] = raw[first:last]
-        starts -= first
-        raw = padded
+    if size < 8:
+        raw = np.concatenate((raw, np.zeros(8, np.uint8)))
     return _Text(array, starts, lengths, raw, missing)
 
 
@@ -503,14 +499,20 @@ def key_of(rows: pa.RecordBatch | pa.Table, at: int, keys: Sequence[SortKey]) ->
     return tuple(_code(_image(rows.column(key.column).slice(at, 1)), 0, key) for key in keys)
 
 
-def _code(image: _Fixed | _Text, at: int, key: SortKey) -> bytes:
+def bound_at(rows: pa.RecordBatch, at: int, keys: Sequence[SortKey]) -> Key:
+    """`cut` of the key of one row, without copying long texts."""
+    images = [(_image(rows.column(key.column).slice(at, 1)), key) for key in keys]
+    return cut(tuple(_code(image, 0, key, MOST_KEY_BYTES) for image, key in images))
+
+
+def _code(image: _Fixed | _Text, at: int, key: SortKey, most_bytes: int | None = None) -> bytes:
     if image.missing is not None and image.missing[at]:
         return _NULL_FIRST if key.nulls_first else _NULL_LAST
     if isinstance(image, _Fixed):
         payload = b"".join(int(word[at]).to_bytes(8, "big") for word in image.words)
     else:
-        start = int(image.starts[at])
-        text = image.data[start : start + int(image.lengths[at])].tobytes()
+        start, length = int(image.starts[at]), int(image.lengths[at])
+        text = image.data[start : start + min(length, most_bytes or length)].tobytes()
         payload = text.replace(b"\x00", b"\x00\xff") + _END
     return _PRESENT + (payload.translate(_COMPLEMENT) if key.descending else payload)
 

@@ -8,6 +8,7 @@ than a range is cut by runs. All of it follows from the manifests alone: no run 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Final
 
 from lockstep.errors import Corrupt
 from lockstep.job import KEYS, LOSERS, RUN, Json, Plan, StagedFile, TaskSpec
-from lockstep.keys import MOST_KEY_BYTES, Bound, key_from_json
+from lockstep.keys import MOST_KEY_BYTES, Bound, Key, key_from_json
 from lockstep.merge import bound_to_json, window_bytes
 from lockstep.sink.staging import parse_staged_name
 from lockstep.unique import Published
@@ -28,6 +29,9 @@ FILE_RATIO: Final = 2
 """Bytes of rows for each byte of a data file, as a rule."""
 
 COMBINE: Final = ("combine", "recombine")
+
+Samples = Mapping[str, Sequence[Key]]
+"""The samples of each file, in order."""
 
 
 # Runs as the planner knows them
@@ -144,7 +148,8 @@ def _groups(chains: Sequence[Chain], most_bytes: int) -> Iterator[list[Chain]]:
 
 
 def _whole(group: Sequence[Chain], kind: str) -> TaskSpec:
-    return _spec(group, kind, None, None, (), sum(c.rows for c in group), sum(c.raw_bytes for c in group))
+    rows, size_bytes = sum(chain.rows for chain in group), sum(chain.raw_bytes for chain in group)
+    return _spec(group, _samples(group), kind, None, None, (), rows, size_bytes)
 
 
 def plan_merge(files: Sequence[StagedFile], plan: Plan) -> list[TaskSpec]:
@@ -191,25 +196,34 @@ def plan_ranges(files: Sequence[StagedFile], kind: str, plan: Plan) -> list[Task
         -(-total // max(1, most_bytes)),
         min(TASKS_FOR_PARALLELISM, total // LEAST_RANGE_BYTES),
     )
-    weights = _weights(chains)
+    samples = _samples(chains)
+    weights = _weights(chains, samples)
     bounds = _bounds(weights, wanted, split_by_run=kind == RUN)
     edges: list[Bound | None] = [None, *bounds, None]
     rows = sum(chain.rows for chain in chains)
     shares = _shares(weights, bounds)
     return [
-        _spec(chains, kind, low, high, losers, int(rows * share), int(total * share))
+        _spec(chains, samples, kind, low, high, losers, int(rows * share), int(total * share))
         for low, high, share in zip(edges[:-1], edges[1:], shares, strict=True)
     ]
 
 
-def _weights(chains: Sequence[Chain]) -> list[tuple[Bound, float]]:
+def _samples(chains: Sequence[Chain]) -> Samples:
+    return {
+        file.path: [key_from_json(raw) for raw in file.stats["samples"]]
+        for chain in chains
+        for file in chain.files
+    }
+
+
+def _weights(chains: Sequence[Chain], samples: Samples) -> list[tuple[Bound, float]]:
     """Where the samples lie, in order, and the bytes that each stands for."""
     found: list[tuple[Bound, float]] = []
     for ordinal, chain in enumerate(chains):
         for file in chain.files:
-            samples = file.stats["samples"]
-            share = int(file.stats["raw_bytes"]) / max(1, len(samples))
-            found.extend(((key_from_json(raw), ordinal), share) for raw in samples)
+            keys = samples[file.path]
+            share = int(file.stats["raw_bytes"]) / max(1, len(keys))
+            found.extend(((key, ordinal), share) for key in keys)
     return sorted(found)
 
 
@@ -250,6 +264,7 @@ def _shares(weights: Sequence[tuple[Bound, float]], bounds: Sequence[Bound]) -> 
 
 def _spec(
     chains: Sequence[Chain],
+    samples: Samples,
     kind: str,
     low: Bound | None,
     high: Bound | None,
@@ -259,7 +274,10 @@ def _spec(
 ) -> TaskSpec:
     descriptor: Json = {
         "kind": kind,
-        "runs": [[_piece(file, low, high) for file in chain.files] for chain in chains],
+        "runs": [
+            [piece for file in chain.files if (piece := _piece(file, samples[file.path], low, high))]
+            for chain in chains
+        ],
         "low": bound_to_json(low),
         "high": bound_to_json(high),
         "losers": list(losers),
@@ -267,22 +285,23 @@ def _spec(
     return TaskSpec(descriptor, rows, size_bytes)
 
 
-def _piece(file: StagedFile, low: Bound | None, high: Bound | None) -> Json:
-    """A file, and the blocks of it that can hold rows of the range.
+def _piece(file: StagedFile, samples: Sequence[Key], low: Bound | None, high: Bound | None) -> Json | None:
+    """A file, and the blocks of it that can hold rows of the range; None if there are none.
 
     A sample is the key of the first row of its block, or lies before it where the key was cut. A block
     before a sample that is less than `low` holds nothing of the range: bounds are samples too, so that one
     which was cut is never the beginning of the other.
     """
-    samples = [key_from_json(raw) for raw in file.stats["samples"]]
     step, blocks = int(file.stats["sampled"]), int(file.stats["blocks"])
-    before = sum(key < low[0] for key in samples) if low is not None else 0
-    within = sum(key <= high[0] for key in samples) if high is not None else len(samples)
-    first = max(0, before - 1) * step
+    before = bisect.bisect_left(samples, low[0]) if low is not None else 0
+    within = bisect.bisect_right(samples, high[0]) if high is not None else len(samples)
+    first, last = max(0, before - 1) * step, min(blocks, within * step)
+    if first >= last:
+        return None
     return {
         "path": file.path,
         "size": file.size_bytes,
         "rows": file.rows,
         "first": first,
-        "last": max(first, min(blocks, within * step)),
+        "last": last,
     }

@@ -202,7 +202,7 @@ class UniqueReader:
 
     def _hashes(self, descriptor: Json) -> Hashes:
         found = [
-            row_hashes(self._key_columns(batch))
+            np.unique(row_hashes(self._key_columns(batch)))
             for window in self._merge.windows(descriptor, None)
             for batch in window.batches
         ]

@@ -20,7 +20,7 @@ import pyarrow as pa
 from lockstep.errors import Corrupt
 from lockstep.fingerprint import fingerprint
 from lockstep.job import KEYS, RUN, Fingerprint, Json, Lease, Plan, SortKey, StagedFile
-from lockstep.keys import RECORD, TASK, Key, KeyColumns, cut, key_of, key_to_json, order, visible
+from lockstep.keys import RECORD, TASK, Key, KeyColumns, bound_at, key_to_json, order, visible
 from lockstep.sink.shape import FileShape
 from lockstep.sink.staging import ArrowFile, staged_url
 from lockstep.storage import Storage, local_path
@@ -136,9 +136,7 @@ class RunSink:
             ordered = order(rows, keys)
         sizes = row_bytes(rows)[ordered]
         for first, last in _cuts(sizes, PIECE_BYTES):
-            piece = rows.take(pa.array(ordered[first:last]))
-            for start, end in _cuts(sizes[first:last], BLOCK_BYTES):
-                file.write(piece.slice(start, end - start))
+            _write_blocks(file, rows.take(pa.array(ordered[first:last])), sizes[first:last])
         self._finished.append(file.finish(sum_of_rows))
         self._open = None
 
@@ -205,8 +203,7 @@ class SortedRunSink:
             url = staged_url(self._plan, self._lease, self._sequence, self._kind)
             self._file = RunFile(url, self._kind, rows.schema, self._keys, self._storage)
             self._sequence += 1
-        for first, last in _cuts(row_bytes(rows), BLOCK_BYTES):
-            self._file.write(rows.slice(first, last - first))
+        _write_blocks(self._file, rows, row_bytes(rows))
 
     def _finish(self) -> None:
         self._write()
@@ -230,34 +227,38 @@ class RunFile:
         self._samples: list[Key] = []
         self.raw_bytes = 0
         self._block_bytes = 0
-        self._last: pa.RecordBatch | None = None
+        self._last: Key = ()
 
     @property
     def size_bytes(self) -> int:
         return self._file.size_bytes
 
     def write(self, block: pa.RecordBatch) -> None:
-        self._samples.append(cut(key_of(block, 0, self._keys)))
+        self._samples.append(bound_at(block, 0, self._keys))
         self._file.write(block)
         self.raw_bytes += block.nbytes
         self._block_bytes = max(self._block_bytes, block.nbytes)
-        self._last = block
+        self._last = bound_at(block, block.num_rows - 1, self._keys)
 
     def finish(self, sum_of_rows: Fingerprint) -> StagedFile:
         step = _sampling(self._samples)
-        last = cut(key_of(self._last, self._last.num_rows - 1, self._keys)) if self._last else ()
         stats: Json = {
             "blocks": self._file.blocks,
             "raw_bytes": self.raw_bytes,
             "block_bytes": self._block_bytes,
             "sampled": step,
             "samples": [key_to_json(key) for key in self._samples[::step]],
-            "last": key_to_json(last),
+            "last": key_to_json(self._last),
         }
         return self._file.finish(self._kind, sum_of_rows, stats)
 
     def abort(self) -> None:
         self._file.abort()
+
+
+def _write_blocks(file: RunFile, rows: pa.RecordBatch, sizes: Sizes) -> None:
+    for first, last in _cuts(sizes, BLOCK_BYTES):
+        file.write(rows.slice(first, last - first))
 
 
 def order_of(plan: Plan) -> KeyColumns:
