@@ -204,12 +204,10 @@ class Export:
 
     def kill(self) -> None:
         """Stop the jobs at once. One that is being published answers when its commit is known."""
-        from lockstep.commit import settle
-        from lockstep.job import Event
+        from lockstep.commit import kill
 
         for job_id in self.job_ids:
-            if self._store.stop(job_id, Event.KILL).state.live:
-                settle(self._store, job_id, self._config)
+            kill(self._store, job_id, self._config)
 
     @property
     def _only(self) -> Job:

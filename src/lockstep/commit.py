@@ -22,6 +22,8 @@ from lockstep.store import CommitClaim, JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
 
 GIVE_UP_PAUSE_S: Final = 30.0
+SETTLE_PATIENCE_S: Final = 5.0
+KILL_POLL_S: Final = 0.1
 
 Objection = Callable[[Job, TargetTable], ErrorInfo | None]
 """Why a job must not be published on top of this head, or None."""
@@ -319,7 +321,11 @@ def run_commit(
 
 
 def settle(
-    store: JobStore, job_id: str, config: Config, clock: Clock = SYSTEM_CLOCK, patience_s: float = 5.0
+    store: JobStore,
+    job_id: str,
+    config: Config,
+    clock: Clock = SYSTEM_CLOCK,
+    patience_s: float = SETTLE_PATIENCE_S,
 ) -> Job:
     """Finish the commit of one job if nobody else is at it; else answer with the job as it is.
 
@@ -333,3 +339,30 @@ def settle(
         return run_commit(claim, store, config, clock, patience_s)
     except Fenced:
         return store.read(job_id)
+
+
+def kill(
+    store: JobStore,
+    job_id: str,
+    config: Config,
+    clock: Clock = SYSTEM_CLOCK,
+    patience_s: float = 5.0,
+    on_problem: Callable[[LockstepError], None] = lambda _: None,
+) -> Job:
+    """Stop a job; where it is committing, fence it or find that it was faster, within `patience_s`.
+
+    The answer is a live job only if the register could not be asked in that time: the kill is noted then, and
+    whoever commits the job next carries it out. What keeps one from asking goes to `on_problem`.
+    Raises: NoSuchJob; Retryable if the store does not take the kill.
+    """
+    job = store.stop(job_id, Event.KILL)
+    deadline = clock.now() + patience_s
+    while job.state.live:
+        try:
+            job = settle(store, job_id, config, clock, min(patience_s, SETTLE_PATIENCE_S))
+        except LockstepError as error:
+            on_problem(error)
+        if not job.state.live or clock.now() >= deadline:
+            break
+        clock.sleep(KILL_POLL_S)
+    return job

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.commit import settle
+from lockstep.commit import kill
 from lockstep.config import Config, expand, protect
 from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
 from lockstep.existing import Decision, Selection, Skipped, decide
 from lockstep.job import (
     ColumnMap,
-    Event,
     Holding,
     Job,
     Kind,
@@ -334,18 +333,13 @@ class _Planner:
 
     def _fence(self, job_id: str) -> Job:
         """End an earlier job, one way or the other, so that `replace` knows what it replaces."""
-        job = self.store.stop(job_id, Event.KILL)
-        deadline = self.clock.now() + FENCE_PATIENCE_S
-        while job.state.live:
-            job = settle(self.store, job_id, self.config, self.clock)
-            if job.state.live:
-                if self.clock.now() > deadline:
-                    raise Conflict(
-                        f"job {job_id} is committing, and its outcome cannot be read",
-                        job_id=job_id,
-                        hint="try again when the catalog answers",
-                    )
-                self.clock.sleep(0.5)
+        job = kill(self.store, job_id, self.config, self.clock, FENCE_PATIENCE_S)
+        if job.state.live:
+            raise Conflict(
+                f"job {job_id} is committing, and its outcome cannot be read",
+                job_id=job_id,
+                hint="try again when the catalog answers",
+            )
         return job
 
     def _draft(

@@ -16,7 +16,6 @@ from lockstep.job import Event, Job, State
 from lockstep.view import job_document
 
 ANSWER_S: Final = 4.0
-POLL_S: Final = 0.1
 
 
 @command
@@ -112,17 +111,12 @@ def _kill(session: Session, job: Job) -> Job:
 
 
 def _fence(session: Session, job_id: str) -> None:
-    """A kill takes the commit over, so the fence is ours to write."""
-    from lockstep.commit import settle
+    from lockstep.commit import kill as kill_job
 
-    deadline = session.clock.now() + ANSWER_S
-    while session.clock.now() < deadline:
-        try:
-            if settle(session.store, job_id, session.config, session.clock, ANSWER_S).state.live is False:
-                return
-        except LockstepError as error:
-            session.remark(line(Span("warning: ", "yellow"), f"cannot fence the commit yet: {error.message}"))
-        session.clock.sleep(POLL_S)
+    def warn(error: LockstepError) -> None:
+        session.remark(line(Span("warning: ", "yellow"), f"cannot fence the commit yet: {error.message}"))
+
+    kill_job(session.store, job_id, session.config, session.clock, ANSWER_S, warn)
 
 
 def _kill_answer(job: Job) -> Line:
