@@ -263,8 +263,7 @@ class Known:
 def _beside_table(
     address: str, config: Config, clock: Clock, known: Known, dry_run: bool
 ) -> Iterator[Finding]:
-    catalog = config.catalogs.get(expand(address, config).removeprefix("iceberg://").partition("/")[0], {})
-    storage = Storage(with_catalog(config.storage, catalog))
+    storage = _storage_of(address, config)
     judge: _TableJudge | None = None
     try:
         target = open_target(expand(address, config), config, clock)
@@ -282,6 +281,15 @@ def _beside_table(
         yield _unseen(Kind.PLACE, address, error)
         return
     yield from _given_up(findings, lambda finding: storage.delete(finding.what), dry_run)
+
+
+def _storage_of(address: str, config: Config) -> Storage:
+    """The table's files, reached as those who wrote them reach them."""
+    try:
+        catalog = expand(address, config).removeprefix("iceberg://").partition("/")[0]
+        return Storage(with_catalog(config.storage, config.catalogs.get(catalog, {})))
+    except Invalid:  # a catalog whose variable is not set here cannot be asked for the table either
+        return Storage(config.storage)
 
 
 def _roots(address: str, head: TargetTable | None, jobs: Iterable[Job]) -> list[str]:
