@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.catalog import Catalog
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.io.pyarrow import (
     compute_statistics_plan,
@@ -21,6 +22,7 @@ from pyiceberg.table import Table
 from lockstep.config import Config
 from lockstep.job import Fingerprint, Json, Kind, Plan, StagedFile, commit_id
 from lockstep.target import TargetTable
+from lockstep.target.catalog_fs import FileSystemCatalog
 from lockstep.target.iceberg import IcebergTarget
 
 SCHEMA: Json = {
@@ -57,17 +59,22 @@ class MovedClock:
 
 
 class Lake:
-    """A SQL catalog in a folder, the target under test, and the table as PyIceberg alone sees it."""
+    """A catalog in a folder, the target under test, and the table as PyIceberg alone sees it."""
 
-    def __init__(self, folder: Path, name: str = "lake") -> None:
+    def __init__(self, folder: Path, name: str = "lake", kind: str = "sql") -> None:
         self.folder = folder
         self.name = name
+        self.kind = kind
         self.address = f"iceberg://{name}/db.events"
         uri, warehouse = f"sqlite:///{folder}/catalog.db", f"file://{folder}/lake"
-        properties = {"type": "sql", "uri": uri, "warehouse": warehouse}
+        properties = {"type": kind, "uri": uri, "warehouse": warehouse}
         self.config = Config(root=folder, store_url="", spark={}, catalogs={name: properties}, storage={})
-        self.catalog = SqlCatalog(name, uri=uri, warehouse=warehouse)
         self.clock = MovedClock()
+        self.catalog: Catalog = (
+            SqlCatalog(name, uri=uri, warehouse=warehouse)
+            if kind == "sql"
+            else FileSystemCatalog(name, clock=self.clock, warehouse=warehouse)
+        )
         self.target = self.open()
         self._files = 0
 

@@ -48,6 +48,7 @@ def _settings(
         "store": {"url": store_url} if store_url else {},
         "spark": {"master": "local[2]", **spark},
         "limits": {**LIMITS, **limits},
+        "catalogs.folder": {"type": "filesystem", "warehouse": "folder"},
         **more,
     }
     return "".join(

@@ -238,6 +238,24 @@ class Storage:
             raise translated(error, "write", url) from error
         return True
 
+    def replace(self, url: str, data: bytes) -> None:
+        """Give a small file this content, whatever it had. Nobody ever sees half of it.
+
+        Raises: Invalid, Retryable (then it has the one or the other).
+        """
+        if (path := local_path(url)) is not None:
+            try:
+                with _drafted(path, data) as draft:
+                    os.replace(draft, path)
+            except OSError as error:
+                raise translated(error, "write", url) from error
+            return
+        store, key = self._object(url)
+        try:
+            store.put(key, data, mode="overwrite")
+        except Exception as error:
+            raise translated(error, "write", url) from error
+
     def _object(self, url: str) -> tuple[S3Store, str]:
         bucket, key = _bucket_and_key(url)
         prefix = self._prefix_of(url)
@@ -421,6 +439,20 @@ def _stored_local(url: str, found: os.stat_result) -> StoredFile:
 def _put_local_if_absent(url: str, path: Path, data: bytes) -> bool:
     # A hard link gives the finished file its name: the link fails if the name is taken, and the name
     # never shows half of the content.
+    try:
+        with _drafted(path, data) as draft:
+            os.link(draft, path)
+            _sync_folder(path.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise translated(error, "write", url) from error
+    return True
+
+
+@contextlib.contextmanager
+def _drafted(path: Path, data: bytes) -> Iterator[Path]:
+    """The content in a durable file beside `path`, which goes at the end unless it was given another name."""
     draft = path.with_name(f".{new_id()}.draft")
     try:
         make_folders(path.parent)
@@ -428,16 +460,10 @@ def _put_local_if_absent(url: str, path: Path, data: bytes) -> bool:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(draft, path)
-        _sync_folder(path.parent)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise translated(error, "write", url) from error
+        yield draft
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-    return True
 
 
 # Objects

@@ -1,6 +1,7 @@
 """One of two processes that publish to the same table at the same time: as the commit does, until each is in.
 
-Arguments: the lake's folder, a name for the jobs, and a file with the staged files, one for each job.
+Arguments: the lake's folder, its kind of catalog, a name for the jobs, and a file with the staged files, one
+for each job.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def publish(lake: Lake, job: str, file: StagedFile) -> None:
 
 
 def main() -> None:
-    lake, name = Lake(Path(sys.argv[1])), sys.argv[2]
-    for number, raw in enumerate(json.loads(Path(sys.argv[3]).read_text())):
+    lake, name = Lake(Path(sys.argv[1]), kind=sys.argv[2]), sys.argv[3]
+    for number, raw in enumerate(json.loads(Path(sys.argv[4]).read_text())):
         publish(lake, f"{name} {number}", StagedFile.from_json(raw))
 
 

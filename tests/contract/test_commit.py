@@ -16,7 +16,7 @@ import pytest
 from pyiceberg.schema import Schema
 from pyiceberg.types import StringType
 
-from lockstep.commit import commit
+from lockstep.commit import commit, kill
 from lockstep.errors import CommitUnknown, Fenced, Invalid, Retryable
 from lockstep.job import (
     Event,
@@ -88,8 +88,8 @@ def down() -> None:
 class Bench:
     """A lake, a store and one job whose tasks are done."""
 
-    def __init__(self, folder: Path) -> None:
-        self.lake = Lake(folder)
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.lake = Lake(folder, kind=kind)
         self.lake.create()
         self.target = Faulty(self.lake.open())
         self.store = SqlStore(f"sqlite:///{folder}/jobs.db", self.lake.clock)
@@ -124,9 +124,9 @@ class Bench:
         return self.lake.target.outcome(self.lake.target.load(), self.job.commit_id)[0] is Outcome.FENCED
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
+@pytest.fixture(params=["sql", "filesystem"])
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(tmp_path, request.param)
     yield bench
     bench.store.close()
 
@@ -293,6 +293,27 @@ def test_a_kill_that_cannot_ask_the_target_does_not_wait_for_the_whole_budget(be
     bench.target.before_load = []
     bench.lake.clock.time += 60
     assert bench.commit(bench.claim("w2")).state is State.KILLED
+    assert bench.lake.ids() == []
+
+
+def test_a_kill_ends_a_commit_that_somebody_sleeps_in(bench: Bench) -> None:
+    claim = bench.claim("sleeper")
+    bench.store.renew_commit(claim.lease, 30, attempted=True)
+    job = kill(bench.store, bench.job.job_id, bench.lake.config, bench.lake.clock)
+    assert job.state is State.KILLED
+    assert bench.fenced()
+
+
+def test_a_kill_whose_catalog_is_not_there_is_noted_within_its_patience(bench: Bench) -> None:
+    claim = bench.claim("sleeper")
+    bench.store.renew_commit(claim.lease, 30, attempted=True)
+    blind = replace(bench.lake.config, catalogs={})
+    begin = bench.lake.clock.now()
+    job = kill(bench.store, bench.job.job_id, blind, bench.lake.clock, patience_s=5.0)
+    assert bench.lake.clock.now() - begin < 6
+    assert job.state is State.COMMITTING
+    assert job.kill_requested
+    assert kill(bench.store, bench.job.job_id, bench.lake.config, bench.lake.clock).state is State.KILLED
     assert bench.lake.ids() == []
 
 

@@ -1,4 +1,4 @@
-"""What the Iceberg target promises to the commit, on PyIceberg's SQL catalog in a folder."""
+"""What the Iceberg target promises to the commit, on PyIceberg's SQL catalog and on a folder alone."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from tests.iceberg_tables import BY_REGION, SCHEMA, UNPARTITIONED, UNSORTED, Lak
 OURS = commit_id("ours", 1)
 
 
-@pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    return Lake(tmp_path)
+@pytest.fixture(params=["sql", "filesystem"])
+def lake(tmp_path: Path, request: pytest.FixtureRequest) -> Lake:
+    return Lake(tmp_path, kind=request.param)
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_two_processes_at_the_same_instant_publish_every_commit_once(lake) -> No
     for name, files in jobs.items():
         work = lake.folder / f"{name}.json"
         work.write_text(json.dumps([file.to_json() for file in files]))
-        arguments = [sys.executable, "-m", module, str(lake.folder), name, str(work)]
+        arguments = [sys.executable, "-m", module, str(lake.folder), lake.kind, name, str(work)]
         processes.append(subprocess.Popen(arguments, cwd=Path(__file__).parents[2]))
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert lake.ids() == [*range(8), *range(100, 108)]
@@ -792,10 +792,13 @@ def test_a_format_that_cannot_be_written_is_refused_before_anything_is_written(l
     published = lake.publish("before", lake.stage([1]))
     path = Path(lake.table().metadata_location.removeprefix("file://"))
     raw = {**json.loads(path.read_text()), "format-version": 3, "next-row-id": 1}
-    newer = path.with_name("00009-upgraded.metadata.json")
-    newer.write_text(json.dumps(raw))
-    lake.catalog.drop_table("db.events")
-    lake.catalog.register_table("db.events", f"file://{newer}")
+    if lake.kind == "filesystem":
+        path.with_name("v3.metadata.json").write_text(json.dumps(raw))
+    else:
+        newer = path.with_name("00009-upgraded.metadata.json")
+        newer.write_text(json.dumps(raw))
+        lake.catalog.drop_table("db.events")
+        lake.catalog.register_table("db.events", f"file://{newer}")
 
     head = lake.target.load()
     plan = lake.plan(head)

@@ -48,7 +48,8 @@ from pyiceberg.typedef import IcebergBaseModel
 from lockstep.errors import CommitUnknown, Corrupt, Invalid, LockstepError, Retryable
 from lockstep.job import Json, Plan, StagedFile, snapshot_id_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint
-from lockstep.target import Outcome, TargetTable
+from lockstep.storage import Storage, with_catalog
+from lockstep.target import Outcome, TargetTable, catalog_fs
 from lockstep.target.drift import differences
 from lockstep.target.files import with_our_files
 from lockstep.target.limits import why, with_timeouts
@@ -292,14 +293,20 @@ class IcebergTarget:
         if self._catalog is None:
             _make_sqlite_folder(self._properties.get("uri", ""))
             try:
-                properties = with_timeouts(with_our_files(self._properties, self._storage))
-                self._catalog = load_catalog(self._catalog_name, **properties)
+                self._catalog = self._load_catalog()
             except ValueError as error:  # PyIceberg's word for properties that make no catalog
                 raise Invalid(
                     f'the catalog "{self._catalog_name}" is not configured right: {why(error)}',
                     hint=f"check [catalogs.{self._catalog_name}] in lockstep.toml",
                 ) from error
         return self._catalog
+
+    def _load_catalog(self) -> Catalog:
+        properties = with_timeouts(with_our_files(self._properties, self._storage))
+        if self._properties.get("type") == catalog_fs.TYPE:
+            storage = Storage(with_catalog(self._storage, self._properties))
+            return catalog_fs.FileSystemCatalog(self._catalog_name, storage, self._clock, **properties)
+        return load_catalog(self._catalog_name, **properties)
 
     def _loaded(self, table: Table) -> TargetTable:
         self._io = table.io
