@@ -165,7 +165,7 @@ def _rejected(staged: Iterable[StagedFile], places: _Places) -> Iterator[Json]:
     for file in staged:
         task = _task_of(file)
         for row in places.rows_of(file).to_pylist():
-            place = places.of(task, row["record"], row["line"])
+            place = places.of(task, row["record"])
             yield {
                 "input": place.input,
                 "line": place.line,
@@ -347,7 +347,6 @@ class _Places:
         self._tasks = {task.index: task for task in store.tasks(job.job_id, job.plan.stages[0])}
         self._files = open_frozen(expand(job.plan.source, config), job.plan.pin, config)
         self.storage: Storage = Storage(options_of(job.plan, config))
-        self._firsts: dict[int, Place] = {}
 
     def __enter__(self) -> _Places:
         return self
@@ -355,18 +354,12 @@ class _Places:
     def __exit__(self, *_: Any) -> None:
         self._files.close()
 
-    def of(self, task: int, record: int, line: int | None = None) -> Place:
-        """`line` counts from the task's first line, where it is known: one look at the input serves all."""
-        descriptor = self._tasks[task].descriptor
+    def of(self, task: int, record: int) -> Place:
         try:
-            if line is None:
-                return self._files.locate(self._job.plan.pin, descriptor, record)
-            if task not in self._firsts:
-                self._firsts[task] = self._files.locate(self._job.plan.pin, descriptor, 0)
+            return self._files.locate(self._job.plan.pin, self._tasks[task].descriptor, record)
         except LockstepError as error:
             # What happened is worth telling even if the input is gone by now.
             return Place(f"task {task} (its input cannot be read: {error.message})", record + 1)
-        return Place(self._firsts[task].input, self._firsts[task].line + line)
 
     def winner(self, task: int | None, record: int, file: str | None) -> str:
         if task is None:

@@ -203,6 +203,21 @@ def test_records_that_do_not_fit_go_to_the_rejects_file_with_line_and_reason(lab
     assert tally(job, lab.store).rejected == 2
 
 
+def test_rejects_of_files_that_share_a_task_name_their_own_file_and_line(lab: ImportLab) -> None:
+    lab.write("in/a.csv", "id,k\n\n1,2\n2,3\n")
+    assert lab.run("in/a.csv", sort_by=("k",)).state is State.COMPLETED
+    lab.write("in/a.csv", "id,k\n\n1,2\nx,3\n")
+    lab.write("in/b.csv", "id,k\n\n4,many\n5,6\n")
+    rejects = lab.folder / "bad.csv"
+
+    job = lab.run("in", max_rejects=2, rejects=str(rejects))
+
+    assert job.state is State.COMPLETED, job.error
+    found = list(csv.DictReader(io.StringIO(rejects.read_text())))
+    places = [(Path(row["input"]).name, row["line"]) for row in found]
+    assert places == [("a.csv", "4"), ("b.csv", "3")]
+
+
 def test_one_reject_too_many_fails_the_job_and_names_the_record(lab: ImportLab) -> None:
     lab.write("a.csv", "id,k\n1,2\n3,4\n")
     assert lab.run("a.csv", sort_by=("k",)).state is State.COMPLETED

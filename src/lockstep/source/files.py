@@ -7,6 +7,7 @@ since is `Corrupt`, looked for before the first row and again before the last on
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +66,7 @@ class FilesInput:
         self._options = options
         self._config = config
         self._storage = Storage(config.storage)
-        self._finder: RecordFinder | None = None
+        self._finders: dict[str, RecordFinder] = {}
 
     @classmethod
     def of_pin(cls, pin: Json, config: Config) -> FilesInput:
@@ -175,17 +176,18 @@ class FilesInput:
         return reader.read(descriptor, position, frozen.parsers(columns), batch_bytes)
 
     def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
-        """The line of a text, or the number of a row. Quick for one task's records in their order."""
+        """The line of a text, or the number of a row. A task is read once for all that is asked of it."""
         if pin["format"] not in TEXT_FORMATS:
             return locate_row(_Frozen.of(pin).files, descriptor, record)
-        if self._finder is None or self._finder.descriptor != descriptor:
+        task = json.dumps(descriptor["pieces"])
+        if task not in self._finders:
             frozen = _Frozen.of(pin)
             reader = TextReader(self._storage, frozen.files, frozen.records, None)
-            self._finder = RecordFinder(reader, frozen.records, descriptor)
-        return self._finder.find(record)
+            self._finders[task] = RecordFinder(reader, frozen.records, descriptor)
+        return self._finders[task].find(record)
 
     def close(self) -> None:
-        self._finder = None
+        self._finders.clear()
 
     def _require_unchanged(self, files: Sequence[RawFile]) -> None:
         for file in files:

@@ -42,6 +42,10 @@ class Records(Protocol):
         """Begin and end, line end included, of each record of a block that ends where a record does."""
         ...
 
+    def count_if_one_line_each(self, data: bytes) -> int | None:
+        """How many records a block has, if it is plain that each of its lines is one; else None."""
+        ...
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -72,6 +76,12 @@ class Dialect:
                 return self._walked_spans(data)
             ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
         return _spans_between(data, ends.tolist())
+
+    def count_if_one_line_each(self, data: bytes) -> int | None:
+        marks = (self.quote, self.escape, b"\r", b"\n\n")
+        if data.startswith(b"\n") or any(mark and mark in data for mark in marks):
+            return None
+        return count_lines(data) + (not data.endswith(b"\n"))
 
     def _last_end_outside(self, data: Data, size: int, quotes: Offsets) -> tuple[int, int]:
         """The last line end with as many quotes opened as closed, and how many quotes say so."""
@@ -155,6 +165,9 @@ class Lines:
         view = np.frombuffer(data, np.uint8)
         ends = (np.flatnonzero(view == NEWLINE) + 1).tolist()
         return [span for span in _between(data, ends) if data[span[0] : span[1]].strip(b" \t\r\n")]
+
+    def count_if_one_line_each(self, data: bytes) -> int | None:
+        return None
 
 
 def count_lines(data: Data, size: int | None = None) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lockstep.errors import Corrupt
 from lockstep.job import Json, Position, TaskSpec
 from lockstep.source import Chunk, Place, Reject
 from lockstep.source.files_blocks import Records, count_lines, cuts, line_ends, whole_records
@@ -179,30 +182,49 @@ class TextReader:
                 line += count_lines(block)
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Records of one block: the first one's number and file, and the line of each.
+
+    `lines` None: one line each, from `line` on.
+    """
+
+    first: int
+    count: int
+    file: str
+    line: int
+    lines: npt.NDArray[np.int64] | None
+
+
 class RecordFinder:
-    """Where the records of one task stand. Asked in their order, it reads the task once, without parsing."""
+    """Where the records of one task stand. The task is read once, without parsing it, up to what is asked."""
 
     def __init__(self, reader: TextReader, records: Records, descriptor: Json) -> None:
-        self.descriptor = descriptor
-        self._reader = reader
         self._records = records
-        self._places: list[tuple[str, int]] = []
-        self._rewind()
+        self._blocks = reader.blocks(descriptor)
+        self._known: list[_Places] = []
 
     def find(self, record: int) -> Place:
-        if record < self._first:
-            self._rewind()
-        while record >= self._first + len(self._places):
-            self._first += len(self._places)
-            file, line, block = next(self._blocks)
+        """Raises: Corrupt if the inputs have fewer records than that."""
+        while not self._known or record >= self._known[-1].first + self._known[-1].count:
+            self._read_on(record)
+        places = self._known[bisect_right(self._known, record, key=lambda known: known.first) - 1]
+        number = record - places.first
+        return Place(places.file, places.line + number if places.lines is None else int(places.lines[number]))
+
+    def _read_on(self, record: int) -> None:
+        file, line, block = next(self._blocks, (None, 0, b""))
+        if file is None:
+            raise Corrupt(f"record {record} of a task is not in its inputs any more", hint="import them anew")
+        first = self._known[-1].first + self._known[-1].count if self._known else 0
+        count = self._records.count_if_one_line_each(block)
+        lines = None
+        if count is None:
             begins = [begin for begin, _ in self._records.spans(block)]
             lines = line + np.searchsorted(line_ends(block), begins, "right")
-            self._places = [(file.url, place) for place in lines.tolist()]
-        return Place(*self._places[record - self._first])
-
-    def _rewind(self) -> None:
-        self._blocks = self._reader.blocks(self.descriptor)
-        self._first, self._places = 0, []
+            count = len(begins)
+        if count:
+            self._known.append(_Places(first, count, file.url, line, lines))
 
 
 def _rejects(fitted: Fitted, block: bytes, record: int, line: int) -> Iterator[Reject]:
