@@ -308,7 +308,15 @@ class IcebergInput(IcebergSource):
         )
 
     def freeze(self) -> Pin:
-        return self._pin_of(self._files)
+        """Parts are told by their whole paths: a file of another table is another input."""
+        found = [
+            PartInfo(file.path, self._rows_of(file), file.size_bytes, Piece(file.path))
+            for file in self._files
+        ]
+        return Pin(self._detail(self._files), found, sum(part.rows for part in found))
+
+    def _part_name(self, file: ScanFile) -> str:
+        return file.path
 
     def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
         """The data file, and the row in it."""
