@@ -105,7 +105,7 @@ def import_(
     ] = None,
     compression: Annotated[Compression, typer.Option(help="auto: by name and content.")] = Compression.AUTO,
     skip: Annotated[int, typer.Option(help="Lines to leave out at the top of each file.", metavar="N")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Records to read of all inputs together.", metavar="N")] = None,
+    limit: Annotated[int | None, typer.Option(help="Records to read of all inputs.", metavar="N")] = None,
     file_size: Annotated[str, typer.Option(help="Roll data files at this size.", metavar="SIZE")] = "256MB",
     deadline: Annotated[
         str | None, typer.Option(help="Fail a job that takes longer, for example 6h.", metavar="DURATION")
