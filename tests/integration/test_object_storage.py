@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from lockstep.job import State
 from tests.lab import Lab, picked
-from tests.object_servers import spark_properties
+from tests.object_servers import Minio, s3_properties, spark_properties
 from tests.readers import SparkReader
 
 pytestmark = pytest.mark.servers
@@ -28,3 +31,20 @@ def test_an_export_to_a_bucket_is_exact_for_spark(manned_lab: Lab, spark: SparkR
     rows = spark.read_from(catalog, spark_properties(lab.config.catalogs[catalog]), f"db.{table}")
     assert picked(rows) == lab.source_rows(table)
     assert sorted(lab.lineage(f"db.{table}", catalog)) == sorted(job.snapshot_id or 0 for job in jobs)
+
+
+def test_doctor_writes_to_the_bucket_of_a_catalog_with_the_catalogs_own_keys(
+    tmp_path: Path, chdb_folder: Path, minio: Minio
+) -> None:
+    minio.make_bucket("doctor")
+    catalog = {
+        "type": "sql",
+        "uri": f"sqlite:///{tmp_path}/catalog.db",
+        "warehouse": "s3://doctor/warehouse",
+        **s3_properties(minio.url),
+    }
+    lab = Lab(tmp_path, chdb_folder, settings={"catalogs.bucket": catalog})
+    checks = json.loads(lab.run("doctor", "--json").stdout)["checks"]
+    assert [each["verdict"] for each in checks if "s3://doctor/warehouse" in each["detail"]] == ["ok"]
+    assert minio.keys("doctor") == []
+    lab.close()

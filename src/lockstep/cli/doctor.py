@@ -84,8 +84,8 @@ def _looks(session: Session) -> Iterator[tuple[str, Look]]:
     yield "store", lambda: _store(session)
     for name in config.catalogs:
         yield f"catalog {name}", lambda name=name: _catalog(name, config)  # type: ignore[misc]
-    for place in _places(config):
-        yield "storage", lambda place=place: _storage(place, config)  # type: ignore[misc]
+    for place, catalog in _places(config).items():
+        yield "storage", lambda at=place, of=catalog: _storage(at, of, config)  # type: ignore[misc]
     yield "failpoints", _failpoints
 
 
@@ -178,11 +178,13 @@ def _catalog(name: str, config: Config) -> Finding:
     return Finding(label, Verdict.OK, redact(uri) or config.catalogs[name].get("type", "answers"))
 
 
-def _places(config: Config) -> list[str]:
-    """Where files are written: the warehouses that are addresses, and the configured storage."""
-    warehouses = [_warehouse(name, config) for name in config.catalogs]
-    places = [place for place in (*warehouses, *config.storage) if "://" in place]
-    return list(dict.fromkeys(places))
+def _places(config: Config) -> dict[str, str | None]:
+    """Where files are written: the configured storage, and the warehouses that are addresses, by catalog."""
+    places: dict[str, str | None] = {}
+    for name in config.catalogs:
+        if "://" in (warehouse := _warehouse(name, config)):
+            places[warehouse] = name
+    return {**places, **{url: None for url in config.storage if url not in places}}
 
 
 def _warehouse(name: str, config: Config) -> str:
@@ -192,12 +194,12 @@ def _warehouse(name: str, config: Config) -> str:
         return ""  # the check of the catalog says why
 
 
-def _storage(place: str, config: Config) -> Finding:
+def _storage(place: str, catalog: str | None, config: Config) -> Finding:
     if place.startswith("file://"):
         return _folder(Path(place.removeprefix("file://")))
-    from lockstep.storage import Storage
+    from lockstep.storage import Storage, with_catalog
 
-    storage = Storage(config.storage)
+    storage = Storage(with_catalog(config.storage, config.catalogs[catalog] if catalog else {}))
     probe = f"{place.rstrip('/')}/_lockstep_doctor_{new_id()}"
     storage.put_if_absent(probe, b"lockstep doctor")
     storage.delete(probe)
