@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-HANG_S: Final = 4.0
+HANG_S: Final = 7.0
 FAULTS: Final = tuple(
     f"{what} {when} it was applied"
     for what in ("500", "503", "409", "hang", "cut")
