@@ -34,6 +34,9 @@ from lockstep.store import JobStore, open_store
 from tests.readers import read_with_duckdb
 
 COMMAND = str(Path(sys.executable).with_name("lockstep"))
+# Java starts in half the time where it does not prepare for a long life.
+SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+SPARK = {"master": "local[2]", "spark.driver.extraJavaOptions": SHORT_LIVED}
 LIMITS = {"lease_s": 5, "task_memory": "128MB"}
 
 
@@ -46,7 +49,7 @@ def _settings(
     """`lockstep.toml`: a JSON value is a TOML value as well."""
     tables: dict[str, Mapping[str, object]] = {
         "store": {"url": store_url} if store_url else {},
-        "spark": {"master": "local[2]", **spark},
+        "spark": {**SPARK, **spark},
         "limits": {**LIMITS, **limits},
         "catalogs.folder": {"type": "filesystem", "warehouse": "folder"},
         **more,
