@@ -32,11 +32,15 @@ WINDOW_SHARE: Final = 8
 """Of the task's memory, one part is what is loaded of all runs; twice as much again while it is ordered."""
 
 
+MOST_WINDOW_BYTES: Final = 1 << 29
+"""Offsets of texts in one array are 32-bit numbers."""
+
 IN_MEMORY: Final[Json] = {"first": 0, "last": 1}
 
 
 def window_bytes(plan: Plan) -> int:
-    return max(1, plan.limits.task_memory_bytes // WINDOW_SHARE)
+    """What is loaded of all runs at a time."""
+    return min(MOST_WINDOW_BYTES, max(1, plan.limits.task_memory_bytes // WINDOW_SHARE))
 
 
 def bound_to_json(bound: Bound | None) -> Json | None:
@@ -149,9 +153,17 @@ def _in_order(slices: Sequence[list[pa.RecordBatch]], keys: Sequence[SortKey]) -
     """The slices of each run, merged. Runs stand in their order, so that a stable order does it."""
     if len(slices) == 1:
         return slices[0]
-    batches = [batch for slice_ in slices for batch in slice_]
-    rows = pa.concat_batches(batches)
+    rows = _together([batch for slice_ in slices for batch in slice_])
     return [rows.take(pa.array(order(rows, keys)))]
+
+
+def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    if all(batch.schema.equals(batches[0].schema) for batch in batches):
+        return pa.concat_batches(batches)
+    # Inputs of two formats may differ in the width of offsets: the wider one holds both.
+    tables = [pa.Table.from_batches([batch]) for batch in batches]
+    (rows,) = pa.concat_tables(tables, promote_options="permissive").combine_chunks().to_batches()
+    return rows
 
 
 def _pieces(rows: pa.RecordBatch, most_bytes: int) -> Iterator[pa.RecordBatch]:

@@ -8,6 +8,7 @@ than a range is cut by runs. All of it follows from the manifests alone: no run 
 
 from __future__ import annotations
 
+import base64
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,6 +172,7 @@ def plan_unique(files: Sequence[StagedFile], plan: Plan, published: Published | 
             "snapshot_id": published.snapshot_id if published else None,
             "reading": published.reading if published and met else {},
             "files": met,
+            "between": [None if code is None else base64.b64encode(code).decode() for code in (least, most)],
         }
     return specs
 

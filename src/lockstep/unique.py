@@ -16,7 +16,9 @@ them first.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from pyiceberg.schema import Schema
     from pyiceberg.table import Table
     from pyiceberg.table.snapshots import Snapshot
+
+    from lockstep.source.iceberg_rows import FileReader
+    from lockstep.source.iceberg_scan import ScanFile
 
 TABLE_BATCH_BYTES: Final = 16 << 20
 TABLE_WINS: Final = ("keep-first", "reject")
@@ -116,7 +121,10 @@ def _bounds_by_path(
 
     def code(bounds: dict[int, bytes] | None) -> bytes | None:
         raw = (bounds or {}).get(field.field_id)
-        return None if raw is None else _code_of(from_bytes(kind, raw), str(kind))
+        try:
+            return None if raw is None else code_of(from_bytes(kind, raw), str(kind))
+        except (struct.error, ValueError, TypeError, pa.ArrowException):
+            return None  # written before the column was promoted to a wider type: not known is always right
 
     return {
         entry.data_file.file_path: (code(entry.data_file.lower_bounds), code(entry.data_file.upper_bounds))
@@ -130,7 +138,8 @@ def _has_nan(kind: Any) -> bool:
     return str(kind) in ("float", "double")
 
 
-def _code_of(value: Any, kind: str) -> bytes:
+def code_of(value: Any, kind: str) -> bytes:
+    """A bound, as PyIceberg reads it from a manifest, as the code of a row with this value."""
     from lockstep.arrow_types import arrow_type
 
     arrow = arrow_type(kind)
@@ -141,6 +150,16 @@ def _code_of(value: Any, kind: str) -> bytes:
     else:
         array = pa.array([value], storage)
     return key_of(pa.record_batch({"k": array}), 0, [SortKey("k")])[0]
+
+
+def _code_or_none(value: Any, kind: str | Json) -> bytes | None:
+    """As `code_of`; None, which is always right, where the value tells nothing."""
+    if value is None or not isinstance(kind, str) or _has_nan(kind):
+        return None
+    try:
+        return code_of(value, kind)
+    except (ValueError, TypeError, pa.ArrowException):
+        return None
 
 
 # Finding losers
@@ -154,7 +173,8 @@ class UniqueReader:
         self._unique = unique_of(plan)
         self._merge = MergeReader(plan, storage)
         self.files_read = 0
-        """Files of the table that were opened."""
+        self.groups_read = 0
+        """Files and row groups of the table that were read."""
 
     def read(self, descriptor: Json, position: Position | None, batch_bytes: int) -> Iterator[Chunk]:
         """The losers of a range, as `LOSER_SCHEMA`, a chunk for each window of keys: often without rows.
@@ -169,14 +189,16 @@ class UniqueReader:
             yield Chunk(_joined(losers), _after(window, group))
 
     def _in_table(self, descriptor: Json) -> pa.RecordBatch | None:
-        """The rows of the table that may share a key with new ones, in order; None if there is no table."""
+        """The rows of the table that may share a key with new ones, in order; None if there can be none."""
         from lockstep.source.iceberg_rows import FileReader
         from lockstep.source.iceberg_scan import ScanFile
 
         listed = descriptor["published"]
         if not listed["files"]:
             return None
-        hashes = self._hashes(descriptor)
+        hashes, schema = self._new_keys(descriptor)
+        if schema is None:
+            return None
         reading = listed["reading"]
         files = [ScanFile.from_json(raw) for raw in listed["files"]]
         reader = FileReader(
@@ -190,23 +212,42 @@ class UniqueReader:
         found: list[pa.RecordBatch] = []
         for number, file in enumerate(files):
             self.files_read += 1
-            for rows in reader.read(file, self._columns(), TABLE_BATCH_BYTES):
-                keys = self._numbered(rows.batch, number, rows.places)
-                met = _among(row_hashes(self._key_columns(keys)), hashes) & present(keys, self._unique.keys)
-                if met.any():
-                    found.append(keys.filter(pa.array(met)))
+            for span in self._groups(reader, file, listed):
+                for rows in reader.read(file, self._columns(), TABLE_BATCH_BYTES, span):
+                    keys = self._numbered(rows.batch, number, rows.places).cast(schema)
+                    met = _among(row_hashes(self._key_columns(keys)), hashes)
+                    met &= present(keys, self._unique.keys)
+                    if met.any():
+                        found.append(keys.filter(pa.array(met)))
         if not found:
-            return self._empty()
+            return pa.RecordBatch.from_pylist([], schema=schema)
         together = pa.concat_batches(found)
         return together.take(pa.array(order(together, self._unique.keys)))
 
-    def _hashes(self, descriptor: Json) -> Hashes:
-        found = [
-            np.unique(row_hashes(self._key_columns(batch)))
-            for window in self._merge.windows(descriptor, None)
-            for batch in window.batches
-        ]
-        return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
+    def _groups(self, reader: FileReader, file: ScanFile, listed: Json) -> Iterator[tuple[int, int | None]]:
+        """The row groups of a file whose statistics do not exclude keys of the range."""
+        assert self._plan.terms is not None
+        low, high = (None if raw is None else base64.b64decode(raw) for raw in listed["between"])
+        first = self._plan.terms.unique[0]
+        column = next((one for one in self._columns() if one.target == first), None)
+        if column is None:  # it stands inside a struct
+            yield 0, None
+            return
+        for number, extent in enumerate(reader.extents(file, column)):
+            lower, upper = (_code_or_none(end, column.type) for end in extent)
+            if PublishedFile({}, lower, upper).meets(low, high):
+                self.groups_read += 1
+                yield number, number + 1
+
+    def _new_keys(self, descriptor: Json) -> tuple[Hashes, pa.Schema | None]:
+        """The hashes of all new keys of the range, sorted, and the schema that they have."""
+        found: list[Hashes] = []
+        schema: pa.Schema | None = None
+        for window in self._merge.windows(descriptor, None):
+            for batch in window.batches:
+                found.append(np.unique(row_hashes(self._key_columns(batch))))
+                schema = schema or batch.schema
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64), schema
 
     def _key_columns(self, keys: pa.RecordBatch) -> pa.RecordBatch:
         return keys.select([key.column for key in self._unique.keys])
@@ -228,12 +269,6 @@ class UniqueReader:
         task = pa.repeat(pa.scalar(-1 - file, pa.int32()), rows.num_rows)
         numbered = plain.append_column(TASK, task).append_column(RECORD, pa.array(places, pa.int64()))
         return key_rows(numbered, self._unique)
-
-    def _empty(self) -> pa.RecordBatch:
-        from lockstep.schema import arrow_schema
-
-        rows = pa.RecordBatch.from_pylist([], schema=arrow_schema(self._columns()))
-        return self._numbered(rows, 0, np.empty(0, np.int64))
 
 
 def _among(wanted: Hashes, known: Hashes) -> npt.NDArray[np.bool_]:

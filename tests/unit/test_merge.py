@@ -241,6 +241,20 @@ def test_long_keys_with_a_common_beginning_are_still_merged_in_order(tmp_path: P
     assert {file.kind for file in lab.files["map"]} == {RUN}
 
 
+@pytest.mark.parametrize("fan_in", [2, 64])
+def test_runs_that_differ_in_the_width_of_offsets_are_merged(tmp_path: Path, fan_in: int) -> None:
+    rows = [(at % 10, f"t{at}", at) for at in range(100)]
+    tasks = []
+    for at in range(0, 100, 20):
+        batch = batch_of(rows[at : at + 20])
+        wide = ARROW.set(1, pa.field("s", pa.large_string()))
+        tasks.append([batch.cast(wide) if at % 40 else batch])
+    with small(fan_in=fan_in):
+        lab = RunsLab(tmp_path, memory=30_000)
+        lab.map(tasks)
+        assert lab.rows() == in_order(rows, [SortKey("k")])
+
+
 def test_the_columns_of_the_table_come_out_and_no_other(tmp_path: Path) -> None:
     lab = RunsLab(tmp_path, (SortKey("s", "bucket[4]"), SortKey("k")), unique=("v",))
     rows = [(at % 5, str(at), at) for at in range(100)]

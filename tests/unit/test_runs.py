@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from lockstep.errors import Corrupt
+from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import KEYS, RUN, Json, SortKey
 from lockstep.keys import order
@@ -116,6 +116,16 @@ def test_a_null_in_a_required_column_is_refused(tmp_path: Path) -> None:
     lab = RunsLab(tmp_path, schema=schema)
     with pytest.raises(Corrupt, match='"k" is required'):
         sink_of(lab).add(batch_of([(None, "x", 1)]))
+
+
+def test_a_column_with_a_name_of_ours_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    schema: Json = {
+        **SCHEMA,
+        "fields": [*SCHEMA["fields"], {**SCHEMA["fields"][0], "name": "_lockstep_task"}],
+    }
+    with pytest.raises(Invalid, match="_lockstep_task") as refused:
+        sink_of(RunsLab(tmp_path, schema=schema))
+    assert "--mode direct" in (refused.value.hint or "")
 
 
 def test_keep_last_sorts_the_companion_backwards_within_equal_keys(tmp_path: Path) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import tempfile
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from random import Random
+from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.job import KEYS, ImportTerms, Json, SortKey
+from lockstep.keys import key_of
 from lockstep.passes import newest_runs, next_stage
-from lockstep.unique import Duplicate, UniqueReader, judge, published
+from lockstep.unique import Duplicate, UniqueReader, code_of, judge, published
 from tests.iceberg_tables import Lake
 from tests.runs_lab import Crashes, Row, RunsLab, batch_of, in_order, rows_of, small
 
@@ -218,6 +225,46 @@ def test_a_range_reads_only_the_files_that_meet_it(tmp_path: Path, lake: Lake) -
     assert [row[0] for row in kept] == [None, None, 300]
 
 
+def test_only_row_groups_whose_statistics_meet_the_range_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = Lake(tmp_path)
+    lake.create()
+    write = functools.partial(pq.write_table, row_group_size=10)
+    monkeypatch.setattr("tests.iceberg_tables.pq.write_table", write)
+    lake.publish("aa", lake.stage(range(1000)))
+    lab = TableLab(tmp_path / "import", lake, "keep-first")
+    lab.take([205, 2000, 231])
+    task = next_stage("recombine", lab.files["map"], lab.plan, published(lake.table(), lab.plan)).tasks[0]
+    # The file goes up to 999, so that the end of the new keys excludes nothing: their beginning does.
+    reader = UniqueReader(lab.plan, lab.storage)
+    losers = [row for chunk in reader.read(task.descriptor, None, 1000) for row in rows_of(chunk.batch)]
+    assert [row[:2] for row in losers] == [(0, 0), (0, 2)]
+    assert reader.groups_read == 80
+    lab = TableLab(tmp_path / "again", lake, "keep-first")
+    lab.take([205, 231])
+    task = next_stage("recombine", lab.files["map"], lab.plan, published(lake.table(), lab.plan)).tasks[0]
+    reader = UniqueReader(lab.plan, lab.storage)
+    assert sum(chunk.batch.num_rows for chunk in reader.read(task.descriptor, None, 1000)) == 2
+    assert reader.groups_read == 4
+
+
+def test_texts_of_the_table_are_compared_whatever_the_width_of_their_offsets(
+    tmp_path: Path, lake: Lake
+) -> None:
+    lake.publish("bb", lake.stage([1000], region=["nord"]))
+    head = lake.target.load()
+    lab = RunsLab(tmp_path / "i", (SortKey("id"),), ("region",), "keep-first", 30_000, schema=head.schema)
+    tasks = []
+    for kind in (pa.string(), pa.large_string()):
+        columns = [pa.array([1, 2, 3]), pa.array(["nord", "sued", None], kind), pa.nulls(3, pa.float64())]
+        tasks.append([pa.record_batch(columns, names=["id", "region", "amount"])])
+    lab.map(tasks)
+    kept = lab.rows(published=published(lake.table(), lab.plan))
+    assert [row[:2] for row in lab.losers()] == [(0, 0), (1, 0), (1, 1)]
+    assert kept == [(2, "sued", None), (3, None, None), (3, None, None)]
+
+
 def test_an_empty_table_has_nothing_to_compare_with(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     lake.create()
@@ -242,6 +289,40 @@ def test_new_rows_against_the_table_are_judged_alike_for_any_buffers_and_crashes
             outcomes.append((kept, lab.losers(), judge(lab.files["unique"], lab.plan)))
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert [row[0] for row in outcomes[0][0]] == sorted({i for i in ids if i is not None and i >= 300})
+
+
+BOUNDS: list[tuple[str, pa.DataType, Any, Any]] = [
+    ("int", pa.int32(), -5, 7),
+    ("long", pa.int64(), -(2**40), 2**40),
+    ("string", pa.string(), "abc", "abd"),
+    ("binary", pa.binary(), b"\x00", b"\xff"),
+    ("date", pa.date32(), date(1969, 1, 1), date(2024, 2, 29)),
+    ("timestamp", pa.timestamp("us"), datetime(1969, 1, 1), datetime(2024, 2, 29, 1)),
+    (
+        "timestamptz",
+        pa.timestamp("us", "UTC"),
+        datetime(1969, 1, 1, tzinfo=UTC),
+        datetime(2024, 1, 1, tzinfo=UTC),
+    ),
+    ("decimal(9, 2)", pa.decimal128(9, 2), Decimal("-1.50"), Decimal("10.25")),
+    ("uuid", pa.binary(16), UUID(int=5).bytes, UUID(int=2**127).bytes),
+    ("boolean", pa.bool_(), False, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "arrow", "low", "high"), BOUNDS, ids=[kind for kind, *_ in BOUNDS])
+def test_bounds_of_files_compare_with_the_keys_of_rows_for_every_type(
+    kind: str, arrow: pa.DataType, low: Any, high: Any
+) -> None:
+    from pydantic import TypeAdapter
+    from pyiceberg.conversions import from_bytes, to_bytes
+    from pyiceberg.types import IcebergType
+
+    iceberg: Any = TypeAdapter(IcebergType).validate_python(kind)
+    rows = pa.record_batch({"k": pa.array([low, high], arrow)})
+    for at, value in enumerate((low, high)):
+        bound = from_bytes(iceberg, to_bytes(iceberg, value))
+        assert code_of(bound, kind) == key_of(rows, at, [SortKey("k")])[0]
 
 
 def test_companions_of_runs_hold_the_key_and_the_numbers_of_rows_alone(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lockstep.errors import Corrupt
+from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import KEYS, RUN, Fingerprint, Json, Lease, Plan, SortKey, StagedFile
-from lockstep.keys import RECORD, TASK, Key, KeyColumns, bound_at, key_to_json, order, visible
+from lockstep.keys import HIDDEN, RECORD, TASK, Key, KeyColumns, bound_at, key_to_json, order, visible
 from lockstep.sink.shape import FileShape
 from lockstep.sink.staging import ArrowFile, staged_url
 from lockstep.storage import Storage, local_path
@@ -154,6 +154,7 @@ class SortedRunSink:
         self._plan, self._storage, self._kind = plan, storage, kind
         self._lease = Lease(job_id, stage, index, epoch, "")
         self._keys = (order_of(plan) if kind == RUN else unique_of(plan)).keys
+        self._schema: pa.Schema | None = None
         self._file: RunFile | None = None
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_bytes = 0
@@ -167,6 +168,10 @@ class SortedRunSink:
             return
         if self._kind == RUN:
             self._fingerprint += fingerprint(visible(batch))
+        if self._schema is None:
+            self._schema = batch.schema
+        elif not batch.schema.equals(self._schema):
+            batch = batch.cast(self._schema)
         self._waiting.append(batch)
         self._waiting_bytes += batch.nbytes
         if self._waiting_bytes >= BLOCK_BYTES:
@@ -262,7 +267,16 @@ def _write_blocks(file: RunFile, rows: pa.RecordBatch, sizes: Sizes) -> None:
 
 
 def order_of(plan: Plan) -> KeyColumns:
-    """How the rows of this plan are ordered."""
+    """How the rows of this plan are ordered.
+
+    Raises: Invalid if the table has a column that would be taken for one of ours.
+    """
+    ours = [field["name"] for field in plan.schema["fields"] if field["name"].startswith(HIDDEN)]
+    if ours:
+        raise Invalid(
+            f'the table has a column "{ours[0]}"; names that begin with {HIDDEN} are kept for sorted imports',
+            hint="rename the column, or import with --mode direct",
+        )
     return KeyColumns(plan.terms.order if plan.terms else (), plan.schema)
 
 

@@ -80,6 +80,14 @@ class FileReader:
             found = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
             return [(group.num_rows, group.total_byte_size) for group in found]
 
+    def extents(self, file: ScanFile, column: ColumnMap) -> list[tuple[Any, Any]]:
+        """The least and the greatest value of a column in each row group, by statistics; None: not known."""
+        with self._opened(file) as opened, _told(file.path):
+            lens = _Lens(self.fields([column]), opened.schema_arrow, self._mapping, file.constants, file.path)
+            name = lens.names[0] if lens.names else ""
+            groups = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)]
+            return [_extent(group, name) for group in groups]
+
     def live_rows(self, file: ScanFile) -> int:
         """How many rows of a file are not deleted."""
         if file.equality_deletes:
@@ -378,6 +386,14 @@ def _key_columns(fields: Sequence[Json]) -> list[ColumnMap]:
         ColumnMap(f"k{number}", one["id"], one["type"], False, one["name"], None)
         for number, one in enumerate(fields)
     ]
+
+
+def _extent(group: Any, name: str) -> tuple[Any, Any]:
+    for at in range(group.num_columns):
+        chunk = group.column(at)
+        if chunk.path_in_schema == name and chunk.is_stats_set and chunk.statistics.has_min_max:
+            return chunk.statistics.min, chunk.statistics.max
+    return None, None
 
 
 def _group_starts(opened: pq.ParquetFile) -> list[int]:
