@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import load_catalog
+from pyiceberg.types import StringType
 
 from lockstep.errors import Conflict, Invalid, Retryable
 from lockstep.exporter import ExportRequest, Planned, plan_export
@@ -155,3 +159,45 @@ def test_a_dry_run_creates_nothing(shop: Shop) -> None:
     assert [preview.rows for preview in planned.previews] == [6]
     assert shop.store.list() == []
     assert not shop.has_table()
+
+
+@contextmanager
+def lake_away(shop: Shop) -> Iterator[None]:
+    """The storage of data and metadata is not there: a catalog that keeps its tables in it cannot answer."""
+    warehouse = shop.folder / ".lockstep" / "warehouse"
+    hidden = warehouse.rename(shop.folder / "hidden")
+    yield
+    shutil.rmtree(warehouse, ignore_errors=True)
+    hidden.rename(warehouse)
+
+
+def test_an_export_into_a_table_that_a_job_knows_is_accepted_while_its_catalog_is_away(shop: Shop) -> None:
+    known = shop.export(parts=("p1.parquet",))
+    with lake_away(shop):
+        planned = shop.ask(parts=("p2.parquet",))
+    assert known.job_id in planned.remarks[0]
+    assert shop.run(planned.jobs[0]).state is State.COMPLETED
+    assert shop.rows() == [10, 11, 20, 21]
+
+
+def test_a_table_that_has_changed_since_a_job_knew_it_is_noticed_and_nothing_is_published(shop: Shop) -> None:
+    shop.export(parts=("p1.parquet",))
+    with shop.table().update_schema() as update:
+        update.add_column("b", StringType())
+    with lake_away(shop):
+        planned = shop.ask(parts=("p2.parquet",))
+    ended = shop.run(planned.jobs[0])
+    assert ended.state is State.FAILED
+    assert ended.error is not None
+    assert "has changed since the job was planned" in ended.error.message
+    assert shop.rows() == [10, 11]
+
+
+def test_what_needs_more_than_the_last_known_table_is_refused_while_its_catalog_is_away(shop: Shop) -> None:
+    first = shop.export(parts=("p1.parquet",))
+    with lake_away(shop):
+        with pytest.raises(Retryable, match="does not answer"):
+            shop.ask(parts=("p1.parquet",), on_existing="replace")
+        with pytest.raises(Conflict, match=first.job_id):
+            shop.ask(parts=("p1.parquet",))
+    assert len(shop.store.list()) == 1

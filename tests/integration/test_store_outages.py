@@ -99,7 +99,10 @@ def some_are_done(lab: Lab, job_id: str) -> bool:
     return any(task.state is TaskState.DONE for task in lab.store().tasks(job_id))
 
 
-@pytest.mark.parametrize("kind", ["sqlite locked", "postgresql cut", "postgresql half_open", "zookeeper cut"])
+@pytest.mark.parametrize(
+    "kind",
+    ["sqlite locked", "postgresql cut", "postgresql half_open", "zookeeper cut", "zookeeper half_open"],
+)
 def test_workers_wait_for_a_store_that_is_away_and_nothing_is_lost(
     tmp_path: Path, chdb_folder: Path, zygote: Zygote, ways: Ways, kind: str
 ) -> None:
