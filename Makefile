@@ -32,15 +32,17 @@ simulate: base ## SEEDS=1000 simulated runs of store, worker and commit; SEED=n 
 demo: base ## the main job end to end, with a crash in the middle
 	@.venv/bin/lockstep demo
 
-bench: setup ## throughput beside the peers, what the stores cost per task, and a commit of 100,000 files
+bench: setup ## throughput beside the peers, what the stores cost per task, a commit of 100,000 files, and imports
 	@.venv/bin/python bench/run.py
 	@.venv/bin/python bench/store.py
 	@.venv/bin/python bench/commit.py
+	@.venv/bin/python bench/imports.py
 
 bench-quick: base ## the same on little data
 	@.venv/bin/python bench/run.py --quick
 	@.venv/bin/python bench/store.py --quick
 	@.venv/bin/python bench/commit.py --quick
+	@.venv/bin/python bench/imports.py --quick
 
 lock: ## write the pinned requirement files anew; OPTIONS=--upgrade raises the versions
 	@scripts/lock.sh $(OPTIONS)

@@ -17,19 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lockstep
+from bench.common import Contest, background_worker, finished, spark_session, timed
 from lockstep.config import Config, load_config
-from lockstep.job import State
-from lockstep.store import open_store
 
 COLUMNS = """
     id UInt64, user_id UInt32, ts DateTime64(3, 'UTC'), country LowCardinality(String),
@@ -44,94 +38,13 @@ ROWS_OF = """
            cityHash64(number, 3) / 1e19
     FROM numbers({rows})
 """
-JAR = "iceberg-spark-runtime-4.1_2.13-1.12.0.jar"
-
-
-@dataclass
-class Contest:
-    """Lockstep and a peer on the same data: seconds per round, and the memory of our workers."""
-
-    name: str
-    peer: str
-    ours_s: list[float] = field(default_factory=list)
-    peer_s: list[float] = field(default_factory=list)
-    peak_mb: float = 0.0
-
-    def line(self, rows: int) -> str:
-        ours, peer = statistics.median(self.ours_s), statistics.median(self.peer_s)
-        return (
-            f"{self.name:<22} {ours:6.2f} s ({min(self.ours_s):.2f}..{max(self.ours_s):.2f})  "
-            f"{rows / ours / 1e6:5.2f} M rows/s   {self.peer:<34} {peer:6.2f} s "
-            f"({min(self.peer_s):.2f}..{max(self.peer_s):.2f})   {peer / ours:5.2f} x the peer's speed   "
-            f"peak {self.peak_mb:.0f} MB per Python worker"
-        )
-
-
-class MemoryWatch:
-    """The largest resident set of any Python worker below a process, sampled."""
-
-    def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
-        self.peak_bytes = 0
-        self._ended = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def reset(self) -> None:
-        self.peak_bytes = 0
-
-    def close(self) -> None:
-        self._ended.set()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.05):
-            try:
-                for child in self._root.children(recursive=True):
-                    if "lockstep.engine.daemon" in " ".join(child.cmdline()):
-                        self.peak_bytes = max(self.peak_bytes, child.memory_info().rss)
-            except psutil.Error:
-                continue
-
-
-@contextmanager
-def background_worker(folder: Path) -> Iterator[MemoryWatch]:
-    """`lockstep worker` in a process of its own, as users run it."""
-    process = subprocess.Popen(
-        [str(Path(sys.executable).with_name("lockstep")), "worker"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    watch = MemoryWatch(process.pid)
-    try:
-        yield watch
-    finally:
-        watch.close()
-        process.terminate()
-        process.wait(timeout=30)
 
 
 def export(config: Config, source: str, table: str) -> float:
     """Seconds from the first claim to the recorded commit of one export, by the store's clock."""
     request = lockstep.export(source, f"iceberg://lake/bench.{table}", everything=True, create=True)
-    store = open_store(config.store_url)
-    deadline = time.monotonic() + 600
-    while True:
-        jobs = [store.read(job_id) for job_id in request.job_ids]
-        if all(not job.state.live for job in jobs):
-            break
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the export of {source} did not end within 600 s")
-        time.sleep(0.02)
-    for job in jobs:
-        if job.state is not State.COMPLETED:
-            raise SystemExit(f"the export of {source} is {job.state}: {job.error}")
+    jobs = finished(config, request.job_ids)
     return max(job.finished_at or 0 for job in jobs) - min(job.started_at or 0 for job in jobs)
-
-
-def timed(action: Callable[[], object]) -> float:
-    begin = time.monotonic()
-    action()
-    return time.monotonic() - begin
 
 
 class Data:
@@ -166,32 +79,6 @@ class Data:
         self.clickhouse.command(f"INSERT INTO FUNCTION file('{path}', Parquet) SELECT * FROM bench.{table}")
 
 
-def spark_peer(folder: Path) -> Callable[[str, str], None]:
-    """Spark with the Iceberg JVM runtime: read Parquet, write an Iceberg table, one snapshot."""
-    from pyspark.sql import SparkSession
-
-    cache = Path(os.environ.get("LOCKSTEP_CACHE", Path.home() / ".cache" / "lockstep"))
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    spark = (
-        SparkSession.builder.master("local[2]")
-        .config("spark.jars", str(cache / "jars" / JAR))
-        .config("spark.driver.memory", "3g")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.sql.session.timeZone", "UTC")
-        .config("spark.sql.catalog.peer", "org.apache.iceberg.spark.SparkCatalog")
-        .config("spark.sql.catalog.peer.type", "hadoop")
-        .config("spark.sql.catalog.peer.warehouse", str(folder / "peer"))
-        .getOrCreate()
-    )
-    spark.sparkContext.setLogLevel("ERROR")
-
-    def write(parquet: str, table: str) -> None:
-        spark.read.parquet(parquet).writeTo(f"peer.bench.{table}").using("iceberg").createOrReplace()
-
-    return write
-
-
 def contests(folder: Path, rows: int, rounds: int) -> list[Contest]:
     config = load_config()
     data = Data(folder)
@@ -199,7 +86,11 @@ def contests(folder: Path, rows: int, rounds: int) -> list[Contest]:
     parquet = folder / "parquet"
     parquet.mkdir()
     data.write_parquet(table, parquet / "events.parquet")
-    spark_write = spark_peer(folder)
+    spark = spark_session(folder)
+
+    def spark_write(parquet: str, table: str) -> None:
+        spark.read.parquet(parquet).writeTo(f"peer.bench.{table}").using("iceberg").createOrReplace()
+
     against_clickhouse = Contest("ClickHouse to Iceberg", "ClickHouse's own file(…, Parquet)")
     against_spark = Contest("ClickHouse to Iceberg", "Spark JVM, from a Parquet copy")
     from_parquet = Contest("Parquet to Iceberg", "Spark JVM, Iceberg writer")
