@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ class ImportLab:
         self.store: JobStore = SqlStore(self.config.store_url, self.clock)
         self.crashes = Crashes()
         self.attempts = 0
+        self.pause_asked = False
+        """What drivers tell their executors."""
 
     def write(self, name: str, content: str | bytes) -> Path:
         path = self.folder / name
@@ -157,15 +160,19 @@ class ImportLab:
             plan.to_json(),
             claim.task.descriptor,
             expand(plan.source, self.config),
-            self.config,
+            # As executors have it: neither the store nor the catalogs.
+            replace(self.config, store_url="", catalogs={}),
             ("", 0),
             "",
         )
         link: Any = StoreLink(self.store, claim)
+        link.pause_asked = self.pause_asked
         try:
             lockstep.attempt._run(assignment, link, link.position)
         except Fenced:
             raise
+        except Stopped:
+            self.store.release(link.lease, unspent=True)
         except Exception as error:
             info = ErrorInfo.of(error, claim.task.index)
             self.store.fail(link.lease, info, None if info.permanent or self.attempts > 300 else 0.0)

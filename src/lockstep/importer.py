@@ -28,7 +28,6 @@ from lockstep.job import (
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint, new_id
 from lockstep.source import Input, ParseOptions, Pin, SourceField, SourceTable, open_input
-from lockstep.storage import local_path
 from lockstep.store import JobStore
 from lockstep.target import Target, TargetTable, open_target
 
@@ -296,8 +295,7 @@ def _rejects_path(request: ImportRequest, config: Config) -> str | None:
 
 
 def _refuse_own_inputs(rejects: str | None, pin: Pin) -> None:
-    names = {str(local_path(part.name) or part.name) for part in pin.parts}
-    if rejects is not None and rejects in names:
+    if rejects in {part.name.removeprefix("file://") for part in pin.parts}:
         raise Invalid(f"--rejects {rejects} is one of the inputs")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lockstep import importer
@@ -267,6 +268,24 @@ def test_a_killed_import_has_published_nothing_and_leaves_no_runs(lab: ImportLab
     assert lab.left_over() == []
 
 
+def test_a_paused_import_goes_on_from_where_it_was(lab: ImportLab) -> None:
+    rows = some_rows(5000)
+    lab.write("a.csv", as_csv(rows))
+    job = lab.plan("a.csv", sort_by=("k", "id"))
+    claims = lab.store.claim("worker", 1, 30)
+    lab.store.pause(job.job_id)
+    lab.pause_asked = True
+    for claim in claims:
+        lab.attempt(claim)
+    (started, *_) = lab.store.tasks(job.job_id)
+    assert started.position is not None, "what was read before the pause is kept"
+    assert lab.store.read(job.job_id).state is State.PAUSED
+    lab.pause_asked = False
+    job = lab.finish(lab.store.resume(job.job_id))
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(published(lab)) == sorted(rows)
+
+
 def test_a_failed_import_goes_on_from_its_runs_when_it_is_retried(lab: ImportLab) -> None:
     from lockstep.errors import ErrorInfo
     from lockstep.job import Event
@@ -500,3 +519,40 @@ def test_a_key_that_somebody_publishes_while_ours_is_merged_is_noticed_before_th
     if not fits:
         assert job.error is not None
         assert "a.csv line 3" in job.error.message
+
+
+# Other inputs
+
+
+def test_parquet_files_are_imported_and_sorted(lab: ImportLab) -> None:
+    rows = some_rows(2000)
+    columns = {name: [row[at] for row in rows] for at, name in enumerate(("id", "k", "name"))}
+    pq.write_table(pa.table(columns), lab.folder / "a.parquet", row_group_size=300)
+    job = lab.run("a.parquet", sort_by=("k", "id"))
+    assert job.state is State.COMPLETED, job.error
+    assert [row for file in lab.files() for row in file["id"].to_pylist()] == [r[0] for r in in_order(rows)]
+
+
+def test_a_backfill_is_a_sorted_copy_of_one_snapshot(lab: ImportLab) -> None:
+    rows = some_rows(3000)
+    lab.write("a.csv", as_csv(rows))
+    first = lab.run("a.csv", mode="direct")
+    lab.write("b.csv", as_csv([(9999, 1, "late")]))
+    lab.run("b.csv", mode="direct")
+    lab.crashes.at = {("map.after_run", 2), ("merge.after_file", 1)}
+
+    job = lab.run(f"{TARGET}@{first.snapshot_id}", target="iceberg://lake/db.by_k", sort_by=("k", "id"))
+
+    assert job.state is State.COMPLETED, job.error
+    found = [row for file in lab.files("db.by_k") for row in file["id"].to_pylist()]
+    assert found == [row[0] for row in in_order(rows)]
+    assert job.fingerprint == first.fingerprint
+
+
+def test_a_copy_can_be_partitioned_in_another_way(lab: ImportLab) -> None:
+    rows = some_rows(500)
+    lab.write("a.csv", as_csv(rows))
+    lab.run("a.csv", mode="direct")
+    job = lab.run(TARGET, target="iceberg://lake/db.copy", unique=("id",))
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(row["id"] for row in lab.rows("db.copy")) == [row[0] for row in rows]
