@@ -107,7 +107,7 @@ class ImportLab:
         self.crashes = Crashes()
         self.attempts = 0
         self.pause_asked = False
-        """What drivers tell their executors."""
+        """Somebody pauses the job of every attempt that begins."""
 
     def write(self, name: str, content: str | bytes) -> Path:
         path = self.folder / name
@@ -166,7 +166,9 @@ class ImportLab:
             "",
         )
         link: Any = StoreLink(self.store, claim)
-        link.pause_asked = self.pause_asked
+        if self.pause_asked:
+            self.store.pause(claim.job.job_id)
+            link.pause_asked = True
         try:
             lockstep.attempt._run(assignment, link, link.position)
         except Fenced:

@@ -272,10 +272,8 @@ def test_a_paused_import_goes_on_from_where_it_was(lab: ImportLab) -> None:
     rows = some_rows(5000)
     lab.write("a.csv", as_csv(rows))
     job = lab.plan("a.csv", sort_by=("k", "id"))
-    claims = lab.store.claim("worker", 1, 30)
-    lab.store.pause(job.job_id)
     lab.pause_asked = True
-    for claim in claims:
+    for claim in lab.store.claim("worker", 1, 30):
         lab.attempt(claim)
     (started, *_) = lab.store.tasks(job.job_id)
     assert started.position is not None, "what was read before the pause is kept"
