@@ -41,6 +41,7 @@ from lockstep.source.files_fit import Misfit, Unfit, shown
 from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
 from lockstep.source.files_values import from_text, is_text_form, misfit_reason
 
+_NO_RECORD: Final = re.compile(rb"[\r\n]*+")
 _ROW: Final = re.compile(r"Row #(\d+):")
 _COLUMN: Final = re.compile(r"In CSV column #(\d+):")
 _WIDTH: Final = re.compile(r"Expected (\d+) columns, got (\d+)")
@@ -95,7 +96,7 @@ class CsvParser:
         return self._dialect.spans(block)
 
     def parse(self, block: bytes) -> pa.RecordBatch:
-        if not block.strip(b"\r\n"):
+        if _NO_RECORD.fullmatch(block):
             return self._empty
         try:
             table = self._table(block)
