@@ -14,8 +14,11 @@ import pytest
 
 from lockstep.job import Job, State
 from lockstep.runtime import new_id
+from tests import players
 from tests.conftest import STORE_KINDS
 from tests.lab import COMMAND, Lab
+from tests.players import Troupe
+from tests.zygote import Zygote
 
 pytestmark = pytest.mark.servers
 
@@ -118,6 +121,22 @@ def assert_that_the_lost_are_replaced(lab: Lab, workers: list[Process]) -> None:
     lab.assert_exact(table="lost", target="db.lost")
 
 
+def test_one_partition_asked_for_by_many_at_the_same_instant_is_one_job_on_every_store(
+    lab_on_each_store: Lab, zygote: Zygote
+) -> None:
+    lab = lab_on_each_store
+    lab.make_events(parts=1, rows=10)
+    # The table is there first: these four meet at the store, not at the catalog.
+    (first,) = ask(lab, "events")
+    lab.ok("kill", first)
+    request = ("export", lab.source(), "iceberg://lake/db.events", "--partition", "202401", "--detach")
+    troupe = Troupe(zygote, lab.folder)
+    askers = [troupe.play(players.command, *request) for _ in range(4)]
+    assert sorted(asker.wait() for asker in askers) == [0, 3, 3, 3], troupe.said()
+    (job,) = (job for job in lab.jobs() if job.state.live)
+    assert [pin for pin in lab.pins() if first not in pin] == [f"lockstep_pin_{job.job_id}"]
+
+
 @pytest.mark.timeout(900)
 def test_a_small_job_starts_at_once_beside_a_huge_one_and_finishes_first(lab: Lab) -> None:
     lab.make_events("huge", parts=80, rows=1000)
@@ -142,10 +161,12 @@ def test_a_small_job_starts_at_once_beside_a_huge_one_and_finishes_first(lab: La
 def test_a_hundred_exports_asked_for_at_once_are_all_accepted_and_all_run(lab: Lab) -> None:
     """Ninety of one command, and ten commands at the same time."""
     lab.sql(
-        "CREATE TABLE many (id UInt64, name String, amount Decimal(18, 4), note Nullable(String))"
-        " ENGINE = MergeTree PARTITION BY intDiv(id, 10) ORDER BY id"
+        "CREATE TABLE many (id UInt64, batch Int32, name String, amount Decimal(18, 4),"
+        " note Nullable(String)) ENGINE = MergeTree PARTITION BY batch ORDER BY id"
     )
-    lab.sql("INSERT INTO many SELECT number, toString(number), 1, NULL FROM numbers(1000)")
+    lab.sql(
+        "INSERT INTO many SELECT number, intDiv(number, 10), toString(number), 1, NULL FROM numbers(1000)"
+    )
     target = "iceberg://lake/db.many"
     parts = [str(number) for number in range(100)]
     together = [option for part in parts[:90] for option in ("--partition", part)]
