@@ -211,6 +211,26 @@ def test_a_hundred_exports_asked_for_while_storage_is_away_all_run_when_it_is_ba
     ground.assert_exact(spark, [*lab.source_rows(), *lab.source_rows("many")])
 
 
+def test_a_job_to_another_storage_completes_while_ten_hang_on_theirs(
+    ground: Ground, mortal_minio: Minio
+) -> None:
+    lab = ground.lab
+    near = {"type": "sql", "uri": f"sqlite:///{lab.folder}/near.db", "warehouse": f"{lab.folder}/near"}
+    with (lab.folder / "lockstep.toml").open("a") as settings:
+        settings.write("[catalogs.near]\n" + "".join(f'{key} = "{value}"\n' for key, value in near.items()))
+    lab.make_events(partitions=10, parts=2, rows=10)
+    stuck = ground.export("--all", "--create")
+    lab.make_events("healthy", parts=4, rows=100)
+    with mortal_minio.frozen(), ground.worker():
+        lab.wait_until(lambda: any(job.tasks_waiting_for_retry for job in lab.jobs()), WAIT_S)
+        target = "iceberg://near/db.healthy"
+        options = ("--all", "--create", "--detach")
+        (asked,) = lab.document("export", lab.source("healthy"), target, *options)["jobs"]
+        healthy = lab.wait_for_end(asked["job_id"], WAIT_S)
+        assert healthy.state is State.COMPLETED, healthy.error
+        assert not any(lab.store().read(job_id).tasks_done for job_id in stuck)
+
+
 def test_latency_resets_hangs_and_cut_streams_on_the_way_to_storage_leave_an_export_exact(
     tmp_path: Path,
     chdb_folder: Path,
