@@ -94,6 +94,8 @@ class JobEvidence:
         plan = json.loads(row["plan"])
         self.appends: bool = plan["on_existing"] == "append"
         self.replaces: Sequence[str] = plan["replaces"]
+        self.stages: Sequence[str] = plan["stages"]
+        self.has_deadline: bool = plan["deadline_s"] is not None
         self.table_uuid: str = plan["target_uuid"]
         self.ranges = [evidence.parts[piece["name"]] for piece in json.loads(row["holding"])["pieces"]]
         self.rows = [number for first, last in self.ranges for number in range(first, last)]
@@ -214,7 +216,7 @@ def _rows_agree(evidence: Evidence, jobs: Sequence[JobEvidence], heads: Mapping[
             what = f"{job.state}, and was replaced" if gone else job.state
             wrong = {row: found[row] for row in sorted({*found, *wanted}) if found[row] != wanted[row]}
             yield f"{job.job_id} is {what}, and its rows are there so many times: {wrong}"
-        if evidence.undisturbed and job.state == "failed":
+        if evidence.undisturbed and job.state == "failed" and not job.has_deadline:
             yield f"{job.job_id} failed although nothing was disturbed"
         for row in wanted if not job.appends else ():
             held.setdefault((job.table_uuid, row), []).append(job.job_id)
@@ -301,28 +303,36 @@ def _history(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
 
 
 def _lock_step(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
-    """The files of each task hold its rows from the first up to its position, each once, in order."""
-    tasks = evidence.read("SELECT * FROM lockstep_tasks WHERE job_id = ? ORDER BY idx", job.job_id)
-    ranges = []
-    for task in tasks:
-        descriptor = json.loads(task["descriptor"])
-        first, last = descriptor["first"], descriptor["last"]
-        ranges.append((first, last))
-        position = json.loads(task["position"])["row"] if task["position"] not in (None, "{}") else first
-        name = f"task {task['idx']} of {job.job_id}"
-        listed = [file["path"] for file in _listed(evidence, task)]
-        if missing := [path for path in listed if path not in evidence.files]:
-            if job.state == "killed" and set(missing) <= set(evidence.swept):
-                continue
+    """The files of each task hold its rows from the first up to its position, each once."""
+    for stage in job.stages:
+        query = "SELECT * FROM lockstep_tasks WHERE job_id = ? AND stage = ? ORDER BY idx"
+        tasks = evidence.read(query, job.job_id, stage)
+        descriptors = [json.loads(task["descriptor"]) for task in tasks]
+        ranges = [(one["first"], one["last"]) for one in descriptors]
+        for task, (first, last) in zip(tasks, ranges, strict=True):
+            yield from _task_in_lock_step(evidence, job, task, first, last)
+        covered = [row for first, last in sorted(ranges) for row in range(first, last)]
+        if covered != sorted(job.rows) and (ranges or stage == job.stages[0]):
+            yield f"the tasks of stage {stage} of {job.job_id} cover {ranges}, not {job.ranges}"
+
+
+def _task_in_lock_step(
+    evidence: Evidence, job: JobEvidence, task: sqlite3.Row, first: int, last: int
+) -> Iterator[str]:
+    position = json.loads(task["position"])["row"] if task["position"] not in (None, "{}") else first
+    name = f"{task['stage']} task {task['idx']} of {job.job_id}"
+    listed = [file["path"] for file in _listed(evidence, task)]
+    if missing := [path for path in listed if path not in evidence.files]:
+        # Killed jobs are swept, and what an import has merged goes when it has ended.
+        given_up = job.state == "killed" or (job.state == "completed" and task["stage"] != job.stages[-1])
+        if not given_up or not set(missing) <= set(evidence.swept):
             yield f"{name} lists {missing[0]}, which was deleted"
-            continue
-        rows = [row for path in listed for row in json.loads(evidence.files[path])]
-        if rows != list(range(first, position)):
-            yield f"{name} is at row {position}, and its files hold {rows}"
-        if task["state"] == "done" and position != last:
-            yield f"{name} is done at row {position} of {last}"
-    if sorted(ranges) != sorted(job.ranges):
-        yield f"the tasks of {job.job_id} cover {ranges}, not {job.ranges}"
+        return
+    rows = [row for path in listed for row in json.loads(evidence.files[path])]
+    if rows != list(range(first, position)):
+        yield f"{name} is at row {position}, and its files hold {rows}"
+    if task["state"] == "done" and position != last:
+        yield f"{name} is done at row {position} of {last}"
 
 
 def _listed(evidence: Evidence, task: sqlite3.Row) -> Iterator[Any]:

@@ -43,7 +43,7 @@ class Faults:
     kill_in_commit: float = 0.0
     """A user kills the job at that moment."""
     kill_before_commit: float = 0.0
-    """A user kills some job when somebody looks at its table."""
+    """A user kills a job that is being committed when somebody looks at a table."""
     speculation: float = 0.0
     skew_s: float = 0.0
     freezes: int = 0

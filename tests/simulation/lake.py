@@ -76,7 +76,7 @@ class Storage:
 
 
 class SimStorage:
-    """Stands in for the product's `Storage`, as far as a sweep needs it."""
+    """Stands in for the product's `Storage`, as far as those need it who delete."""
 
     world: World
 
@@ -85,8 +85,8 @@ class SimStorage:
 
     def list(self, root: str) -> list[StoredFile]:
         self._reach(f"list {root}")
-        files = self.world.storage.files
-        return [StoredFile(path, len(files[path]), "", 0.0) for path in files if path.startswith(f"{root}/")]
+        files, folder = self.world.storage.files, root.rstrip("/") + "/"
+        return [StoredFile(path, len(files[path]), "", 0.0) for path in files if path.startswith(folder)]
 
     def delete(self, url: str) -> None:
         self._reach(f"delete {_name(url)}")
@@ -191,7 +191,7 @@ class LakeTable:
         self.io = SimFileIO(world.storage, world.reach_storage)
         self.quiet = SimFileIO(world.storage, lambda _: None)
         made = sum(table.name == name for table in world.retired)
-        location = f"sim://{name}" + (f"-{made}" if made else "")
+        location = f"s3://lake/{name}" + (f"-{made}" if made else "")
         self.metadata = new_table_metadata(
             Schema(NestedField(1, "id", LongType(), required=False)),
             PartitionSpec(),
@@ -229,7 +229,7 @@ class SimCatalog:
         table = self._reach(identifier, "load")
         name = ".".join(identifier)
         # Not the location of real metadata: everything is in the object.
-        return Table(identifier, table.metadata, f"sim://{name}/metadata", table.io, self)  # type: ignore[arg-type]
+        return Table(identifier, table.metadata, f"s3://lake/{name}/metadata", table.io, self)  # type: ignore[arg-type]
 
     def table_exists(self, identifier: tuple[str, ...]) -> bool:
         self._reach(identifier, "exists")
@@ -271,7 +271,9 @@ class SimCatalog:
         world.crash_here("after the commit's reply")
         if request.refusal is not None:
             raise CommitFailedException(f"409: {request.refusal}")
-        return CommitTableResponse.model_validate({"metadata": table.metadata, "metadata-location": "sim://"})
+        return CommitTableResponse.model_validate(
+            {"metadata": table.metadata, "metadata-location": "s3://lake"}
+        )
 
 
 def prepared_job(updates: tuple[TableUpdate, ...]) -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, Retryable
-from lockstep.job import Fingerprint, Json, Piece, Plan, Position, StagedFile, TaskSpec
+from lockstep.job import RUN, Fingerprint, Json, Lease, Piece, Plan, Position, StagedFile, TaskSpec
+from lockstep.sink.staging import staged_url
 from lockstep.source import Chunk, FoundPin, PartInfo, PartitionInfo, Pin, SourceColumn, SourceTable
 
 if TYPE_CHECKING:
@@ -101,20 +103,28 @@ def _infos(parts: Ranges) -> list[PartInfo]:
     return [PartInfo(name, last - first, 0, Piece(name)) for name, (first, last) in parts.items()]
 
 
+class SimInput(SimSource):
+    """Stands in for the raw files of an import: nothing is pinned."""
+
+    def __init__(self, address: str, pin: Json, config: Config) -> None:
+        super().__init__(address, config)
+        self.world.pins.add(pin["name"])
+
+
 class SimBatch:
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
         self.num_rows = len(rows)
 
 
-class SimSink:
-    """Implements `Sink`: finished files are JSON lists of rows, under names of this attempt alone."""
+class StagedFiles:
+    """Finished files are JSON lists of rows, under names of this attempt alone."""
 
     world: World
 
     def __init__(self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, *_: Any) -> None:
-        # The names of DataFileSink: a sweep knows them.
-        self._prefix = f"{plan.location}/data/lockstep-{job_id}-{stage}-{index:05d}-{epoch:03d}"
+        self._plan = plan
+        self._lease = Lease(job_id, stage, index, epoch, "")
         self._rows: list[int] = []
         self._written = 0
         self._most = self.world.random.randint(1, 4)
@@ -135,7 +145,7 @@ class SimSink:
             return []
         world = self.world
         rows, self._rows = self._rows, []
-        path = f"{self._prefix}-{self._written:05d}.parquet"
+        path = self._path()
         self._written += 1
         world.call(f"put {path.rpartition('/')[2]} {rows}")
         if world.chance("storage_refused") or world.in_window("storage_away"):
@@ -145,7 +155,72 @@ class SimSink:
         if world.chance("storage_reply_lost"):
             raise Retryable("the storage's reply was lost")
         found = Fingerprint(len(rows), {"id": sum(rows)})
-        return [StagedFile(path, len(body), len(rows), "", found)]
+        return [self._staged(StagedFile(path, len(body), len(rows), "", found))]
 
     def abort(self) -> None:
         self._rows = []
+
+    def _path(self) -> str:
+        raise NotImplementedError
+
+    def _staged(self, file: StagedFile) -> StagedFile:
+        return file
+
+
+class SimSink(StagedFiles):
+    """Stands in for DataFileSink, with its names: a sweep knows them."""
+
+    def _path(self) -> str:
+        lease = self._lease
+        name = f"lockstep-{lease.job_id}-{lease.stage}-{lease.index:05d}-{lease.epoch:03d}"
+        return f"{self._plan.location}/data/{name}-{self._written:05d}.parquet"
+
+
+class SimRunSink(StagedFiles):
+    """Stands in for RunSink."""
+
+    def _path(self) -> str:
+        return staged_url(self._plan, self._lease, self._written, RUN)
+
+    def _staged(self, file: StagedFile) -> StagedFile:
+        return replace(file, kind=RUN, stats={"raw_bytes": file.size_bytes, "block_bytes": 1})
+
+
+def plan_sim_merge(files: Sequence[StagedFile], plan: Plan) -> list[TaskSpec]:
+    """Stands in for `plan_merge`: ranges of numbers over all runs. The same files give the same tasks."""
+    runs = sorted(file.path for file in files)
+    if not runs:
+        return []
+    first, last = plan.pin["first"], plan.pin["last"]
+    middle = first + (last - first) // 2
+    ranges = [(first, middle), (middle, last)] if first < middle else [(first, last)]
+    return [TaskSpec({"first": low, "last": high, "runs": runs}, high - low) for low, high in ranges]
+
+
+class SimMergeReader:
+    """Stands in for MergeReader: the rows of a range, from all runs, in order."""
+
+    world: World
+
+    def __init__(self, plan: Plan, storage: object) -> None:
+        pass
+
+    def read(self, descriptor: Json, position: Position | None, batch_bytes: int) -> Iterator[Chunk]:
+        first = descriptor["first"] if position is None else position["row"]
+        rows = sorted(row for path in descriptor["runs"] for row in self._run(path))
+        wanted = [row for row in rows if first <= row < descriptor["last"]]
+        while wanted:
+            self.world.call(f"merge {wanted[0]}")
+            count = self.world.random.randint(1, 3)
+            some, wanted = wanted[:count], wanted[count:]
+            yield Chunk(SimBatch(some), {"row": some[-1] + 1})
+
+    def _run(self, path: str) -> list[int]:
+        self.world.reach_storage(f"open {path.rpartition('/')[2]}")
+        if (body := self.world.storage.files.get(path)) is None:
+            job_id = path.split("/")[-2]
+            if self.world.state_of(job_id) not in ("completed", "killed"):
+                self.world.complaints.append(f"{path} was deleted, and its job still needs it")
+            raise Corrupt(f"{path} is gone")
+        found: list[int] = json.loads(body)
+        return found

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from lockstep import runtime
 from lockstep.commit import settle
 from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
 from lockstep.exporter import ExportRequest, plan_export
-from lockstep.job import ENDED, Event, Job, State
+from lockstep.job import (
+    ENDED,
+    Event,
+    Holding,
+    ImportTerms,
+    Job,
+    Kind,
+    Limits,
+    NewJob,
+    Piece,
+    Plan,
+    State,
+    TaskSpec,
+)
 from lockstep.store import JobStore
 from lockstep.sweep import sweep
 from lockstep.worker import Worker
@@ -18,6 +33,7 @@ from tests.simulation.auditor import Evidence, TableEvidence, audit
 from tests.simulation.executors import SimEngine
 from tests.simulation.faults import Faults
 from tests.simulation.lake import LakeTable, add_column, append_as_a_rival, expire_snapshots
+from tests.simulation.rows import Ranges
 from tests.simulation.scheduler import Process, SimEvent
 from tests.simulation.world import World, database, in_place
 
@@ -67,6 +83,8 @@ class Scenario:
         self.known: list[str] = []
         """The jobs that a user has heard of."""
         self.rival_rows: dict[str, str] = {}
+        self.inputs: Ranges = {}
+        """What is imported, by the name of a file."""
         self.workers: dict[Process, tuple[SimEvent, SimEngine]] = {}
         self.started = 0
         self.busy = 0
@@ -85,6 +103,8 @@ class Scenario:
             self._later(f"export {number}", self._ask, 0.5)
         for number in range(draw.choice((0, 0, 1, 3))):
             self._later(f"sweep {number}", lambda: self._run_command("sweep", self._sweep))
+        for number in range(draw.choice((0, 0, 1, 2))):
+            self._later(f"import {number}", lambda n=number: self._ask_for_an_import(n), 0.5)  # type: ignore[misc]
         world.kill_job = lambda job_id: self._command("kill", job_id)
         self._disturb()
         self.scheduler.spawn(self.world.network, "the end", self._end)
@@ -113,7 +133,10 @@ class Scenario:
             files=world.storage.files,
             overwritten=world.storage.overwritten,
             swept=world.storage.swept,
-            parts={name: rows for parts in world.partitions.values() for name, rows in parts.items()},
+            parts={
+                **{name: rows for parts in world.partitions.values() for name, rows in parts.items()},
+                **self.inputs,
+            },
             rival_rows=self.rival_rows,
             undisturbed=not world.faults.any and world.row_s < 1.0,
             ended_in_time=self.ended_in_time,
@@ -215,11 +238,29 @@ class Scenario:
             if self.known:
                 self._command(draw.choice(ACTIONS), draw.choice(self.known))
 
+    def _ask_for_an_import(self, number: int) -> None:
+        """Planned here, not by the importer: what is simulated is the way through the stages."""
+        world = self.world
+        parts = f"i{number}"
+        self._fill_partition(parts, 10_000 * (number + 1))
+        ranges = world.partitions.pop(parts)
+        self.inputs |= ranges
+        table = self._some_table()
+
+        def ask(process: Process) -> None:
+            (job,) = world.open_store().create(
+                [new_import(runtime.new_id(), table, ranges, world.config.limits)]
+            )
+            self.scheduler.note(f"created {job.job_id}")
+            self.known.append(job.job_id)
+
+        self._run_command(f"import {parts}", ask)
+
     def _command(self, action: str, job_id: str | None) -> None:
         if job_id is None:
-            if not self.known:
+            if not (committing := self.world.committing()):
                 return
-            job_id = self.world.random.choice(self.known)
+            job_id = self.world.random.choice(committing)
         verb = getattr(self, f"_{action}")
         self._run_command(
             f"{action} {job_id}", lambda process: verb(self.world.open_store(), job_id, process)
@@ -341,6 +382,33 @@ class Scenario:
         while world.in_flight:
             self.scheduler.pause(30.0)
         self.scheduler.stop()
+
+
+def new_import(job_id: str, table: LakeTable, ranges: Ranges, limits: Limits) -> NewJob:
+    metadata = table.metadata
+    numbers = [number for edges in ranges.values() for number in edges]
+    plan = Plan(
+        Kind.IMPORT,
+        source="s3://inputs/numbers",
+        target=f"iceberg://lake/{table.name}",
+        target_uuid=str(metadata.table_uuid),
+        location=metadata.location,
+        schema=json.loads(metadata.schema().model_dump_json()),
+        spec=json.loads(metadata.spec().model_dump_json()),
+        sort_order=json.loads(metadata.sort_order().model_dump_json()),
+        columns=(),
+        pin={
+            "name": f"lockstep_pin_{job_id}",
+            "first": min(numbers, default=0),
+            "last": max(numbers, default=0),
+        },
+        stages=("map", "merge"),
+        terms=ImportTerms(),
+        limits=limits,
+    )
+    tasks = [TaskSpec({"first": first, "last": last}, last - first) for first, last in ranges.values()]
+    holding = Holding(f"import {job_id}", True, tuple(Piece(name) for name in ranges))
+    return NewJob(job_id, job_id, plan, holding, tasks)
 
 
 def _unless_refused(store: JobStore, job_id: str) -> list[Job]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 
 import lockstep.commit
+import lockstep.stages
 import lockstep.sweep
 from lockstep.commit import Ending
 from lockstep.errors import CommitUnknown, ErrorInfo, Fenced
@@ -147,6 +148,10 @@ def a_sweep_takes_what_a_retry_would_need(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lockstep.sweep, "why_kept", lambda job: "live" if job.state.live else None)
 
 
+def runs_are_deleted_when_the_next_stage_begins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lockstep.stages, "_used_up", lambda job, store: store.manifest(job.job_id, job.stage))
+
+
 CALM_S: Final = 150.0
 PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
     (
@@ -157,7 +162,7 @@ PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
     (
         a_job_is_completed_by_state_instead_of_by_epoch,
         "which was published at",
-        Faults(CALM_S, kill_before_commit=0.3, stall=0.05),
+        Faults(60.0, kill_before_commit=0.6),
     ),
     (
         an_unknown_outcome_is_treated_as_a_failure,
@@ -169,7 +174,7 @@ PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
         " twice",
         Faults(CALM_S, catalog_reply_lost=0.5, rivals=10, expiries=15),
     ),
-    (the_position_is_recorded_before_the_manifest, "its files hold", Faults(CALM_S, crash=0.03)),
+    (the_position_is_recorded_before_the_manifest, "at row", Faults(CALM_S, crash=0.03)),
     (
         staged_files_are_deleted_when_a_commit_fails,
         "which was deleted",
@@ -191,6 +196,7 @@ PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
         "can still be retried",
         Faults(CALM_S, source_corrupt=0.3),
     ),
+    (runs_are_deleted_when_the_next_stage_begins, "still needs it", Faults(CALM_S)),
 ]
 
 

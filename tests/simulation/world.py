@@ -32,7 +32,12 @@ from sqlalchemy.engine import make_url
 
 import lockstep.commit
 import lockstep.exporter
+import lockstep.merge
+import lockstep.passes
+import lockstep.pipeline
 import lockstep.sink.datafile
+import lockstep.sink.run
+import lockstep.storage
 import lockstep.sweep
 import lockstep.target.iceberg
 import lockstep.worker
@@ -46,7 +51,16 @@ from lockstep.store.sql_sqlite import SqliteDatabase
 from tests.simulation.executors import SimChannel, SimChannelServer
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.lake import LakeTable, SimCatalog, SimStorage, Storage
-from tests.simulation.rows import Ranges, SimSink, SimSource
+from tests.simulation.rows import (
+    Ranges,
+    SimInput,
+    SimMergeReader,
+    SimRunSink,
+    SimSink,
+    SimSource,
+    StagedFiles,
+    plan_sim_merge,
+)
 from tests.simulation.scheduler import (
     START,
     Crash,
@@ -84,7 +98,7 @@ class World:
         """What only those who stand in can see: the auditor reads it."""
         self.drivers: dict[int, SimChannelServer] = {}
         self.kill_job: Callable[[str | None], None] = lambda job_id: None
-        """How a user kills a job, or any one for None; the scenario sets it."""
+        """How a user kills a job, or for None one that is being committed; the scenario sets it."""
         self.config = Config(
             root=Path("/nowhere"),
             store_url="",
@@ -155,11 +169,17 @@ class World:
 
     def state_of(self, job_id: str) -> str:
         """What the store holds at this instant, for those who stand in."""
-        with sqlite3.connect(database().path) as connection:
-            query = "SELECT state FROM lockstep_jobs WHERE job_id = ?"
-            found: tuple[str] | None = connection.execute(query, (job_id,)).fetchone()
-        connection.close()
+        found = self._look("SELECT state FROM lockstep_jobs WHERE job_id = ?", job_id)
         return found[0] if found else "unknown"
+
+    def committing(self) -> list[str]:
+        return self._look("SELECT job_id FROM lockstep_jobs WHERE state = ? ORDER BY job_id", "committing")
+
+    def _look(self, query: str, value: str) -> list[str]:
+        connection = sqlite3.connect(database().path)
+        found = [str(row[0]) for row in connection.execute(query, (value,))]
+        connection.close()
+        return found
 
     def clock(self, process: Process) -> ProcessClock:
         return ProcessClock(self.scheduler, process)
@@ -304,7 +324,7 @@ class _Machine:
 def in_place(world: World) -> Iterator[None]:
     """Let the modules under test use the world's threads, clock, wire and storage."""
     machine = _Machine(world)
-    for cls in (SimChannelServer, SimChannel, SimSource, SimSink, SimStorage):
+    for cls in (SimChannelServer, SimChannel, SimSource, StagedFiles, SimMergeReader, SimStorage):
         cls.world = world
     SimExecutor.scheduler = world.scheduler
     db = database()
@@ -317,7 +337,12 @@ def in_place(world: World) -> Iterator[None]:
         (channel.ChannelServer, SimChannelServer),
         (channel.Channel, SimChannel),
         (source.open_source, SimSource),
+        (source.open_frozen, SimInput),
         (lockstep.sink.datafile.DataFileSink, SimSink),
+        (lockstep.sink.run.RunSink, SimRunSink),
+        (lockstep.merge.MergeReader, SimMergeReader),
+        (lockstep.passes.plan_merge, plan_sim_merge),
+        (lockstep.storage.Storage, SimStorage),
     ]
     with ExitStack() as stack:
 
@@ -336,7 +361,6 @@ def in_place(world: World) -> Iterator[None]:
         put(runtime, "os", machine)
         put(sql, "open_database", lambda url, clock: db)
         put(lockstep.target.iceberg, "load_catalog", lambda name, **properties: SimCatalog(world))
-        put(lockstep.sweep, "Storage", SimStorage)
         put(lockstep.sweep, "ClickHouseSource", SimSource)
         put(lockstep.worker, "POLL_S", POLL_S)
         put(lockstep.worker, "BEAT_S", BEAT_S)
