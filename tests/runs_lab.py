@@ -34,7 +34,7 @@ from lockstep.job import (
 )
 from lockstep.merge import MergeReader
 from lockstep.passes import newest_runs, next_stage
-from lockstep.sink import Sink, run
+from lockstep.sink import Sink, run, sorting
 from lockstep.sink.losers import LosersSink
 from lockstep.sink.run import RunSink, SortedRunSink
 from lockstep.source import Chunk
@@ -68,8 +68,11 @@ def small(
 ) -> AbstractContextManager[Any]:
     """Sizes at which a few rows make many blocks, runs and ranges."""
     stack = ExitStack()
-    for name, value in (("BLOCK_BYTES", block), ("PIECE_BYTES", 3 * block), ("LONG_RUN_BYTES", long_run)):
+    for name, value in (("BLOCK_BYTES", block), ("LONG_RUN_BYTES", long_run)):
         stack.enter_context(patch.object(run, name, value))
+    for name, value in (("PIECE_BYTES", 3 * block), ("SORTED_BYTES", 2 * block), ("SORT_ROW_BYTES", 0)):
+        stack.enter_context(patch.object(sorting, name, value))
+    stack.enter_context(patch.object(run, "SORT_ROW_BYTES", 0))
     for name, value in (("FAN_IN", fan_in), ("LEAST_RANGE_BYTES", least_range)):
         stack.enter_context(patch.object(passes, name, value))
     return stack

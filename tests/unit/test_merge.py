@@ -197,7 +197,9 @@ def test_ranges_hold_about_the_same_and_look_only_at_blocks_that_can_hold_their_
     assert len(tasks) >= 8
     assert sum(found) == 4000
     assert max(found) < 2 * 4000 / len(tasks)
-    assert looked_at < blocks + 4 * len(tasks) * len(lab.files["map"])
+    # Each range may look at a sampled stretch of blocks too many at both ends of every run.
+    step = max(file.stats["sampled"] for file in lab.files["map"])
+    assert looked_at < blocks + 2 * (step + 1) * len(tasks) * len(lab.files["map"])
     assert sum(task.rows for task in tasks) == pytest.approx(4000, abs=len(tasks))
 
 

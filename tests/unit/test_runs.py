@@ -54,7 +54,7 @@ def test_a_run_holds_the_rows_in_order_in_blocks_with_all_that_planning_needs(tm
 
 
 def test_a_buffer_that_is_full_says_so_and_writes_a_run_when_more_comes(tmp_path: Path) -> None:
-    lab = RunsLab(tmp_path, memory=9000)
+    lab = RunsLab(tmp_path, memory=14_000)
     sink = sink_of(lab)
     batch = batch_of([(at, "x" * 20, at) for at in range(60)])
     full = []

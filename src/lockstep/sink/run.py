@@ -10,40 +10,36 @@ companion of the kind `keys`: unique columns and these numbers, sorted by the un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import KEYS, RUN, Fingerprint, Json, Lease, Plan, SortKey, StagedFile
-from lockstep.keys import HIDDEN, RECORD, TASK, Key, KeyColumns, bound_at, key_to_json, order, visible
+from lockstep.keys import HIDDEN, RECORD, TASK, Key, KeyColumns, bound_at, key_to_json, visible
 from lockstep.sink.shape import FileShape
+from lockstep.sink.sorting import SORT_ROW_BYTES, Sizes, SortBuffer, combined, cuts, row_bytes
 from lockstep.sink.staging import ArrowFile, staged_url
 from lockstep.storage import Storage, local_path
 
 BLOCK_BYTES: Final = 1 << 20
-PIECE_BYTES: Final = 16 << 20
-"""Rows that are brought into order at once."""
 MOST_BUFFER_BYTES: Final = 1 << 30
 """Offsets of texts in one array are 32-bit numbers."""
-MOST_BUFFER_ROWS: Final = 1 << 27
 MOST_SAMPLES: Final = 128
 SAMPLES_BYTES: Final = 8192
 """Of all samples of a run together, if its keys are long; at least a few stay."""
 LEAST_SAMPLES: Final = 16
 LONG_RUN_BYTES: Final = 256_000_000
 
-Sizes = npt.NDArray[np.int64]
-
 
 class RunSink:
-    """Buffers rows within a third of the task's memory, sorts them, and writes them as a run.
+    """Buffers rows within the task's memory, sorts them, and writes them as a run.
 
-    Sorting needs the buffer, a copy of its largest column, and the pieces on their way to the file.
+    The buffer and what sorting needs for each row take two thirds of it; the rest is for rows that come and
+    pieces that leave.
     """
 
     def __init__(self, plan: Plan, job_id: str, stage: str, index: int, epoch: int, storage: Storage) -> None:
@@ -51,11 +47,10 @@ class RunSink:
         self._lease = Lease(job_id, stage, index, epoch, "")
         self._order = order_of(plan)
         self._unique = unique_of(plan) if plan.terms and plan.terms.unique else None
-        self._most_bytes = min(MOST_BUFFER_BYTES, max(1, plan.limits.task_memory_bytes // 3))
+        self._most_bytes = max(1, plan.limits.task_memory_bytes * 2 // 3)
         self._shape: FileShape | None = None
-        self._buffer: list[pa.RecordBatch] = []
-        self._buffered_bytes = 0
-        self._buffered_rows = 0
+        self._rows = SortBuffer(self._order.keys)
+        self._keys = SortBuffer(_companion_order(self._unique, plan))
         self._fingerprint = Fingerprint()
         self._finished: list[StagedFile] = []
         self._open: RunFile | None = None
@@ -77,9 +72,8 @@ class RunSink:
         rows = self._order.attach(rows)
         if self._unique is not None:
             rows = self._numbered(rows, records)
-        self._buffer.append(rows)
-        self._buffered_bytes += rows.nbytes
-        self._buffered_rows += rows.num_rows
+            self._keys.add(key_rows(rows, self._unique))
+        self._rows.add(rows)
 
     @property
     def full(self) -> bool:
@@ -87,7 +81,7 @@ class RunSink:
 
     @property
     def pending_bytes(self) -> int:
-        return self._buffered_bytes + sum(file.size_bytes for file in self._finished)
+        return self._rows.size_bytes + sum(file.size_bytes for file in self._finished)
 
     def flush(self) -> list[StagedFile]:
         """Sort and write what is buffered, durably, and confirm the sizes.
@@ -101,11 +95,14 @@ class RunSink:
     def abort(self) -> None:
         if self._open is not None:
             self._open.abort()
-        self._buffer = []
+        self._rows.clear()
+        self._keys.clear()
 
     @property
     def _is_full(self) -> bool:
-        return self._buffered_bytes >= self._most_bytes or self._buffered_rows >= MOST_BUFFER_ROWS
+        held = self._rows.size_bytes + self._keys.size_bytes
+        sorting = self._rows.rows * SORT_ROW_BYTES
+        return held + sorting >= self._most_bytes or held >= MOST_BUFFER_BYTES
 
     def _numbered(self, rows: pa.RecordBatch, records: pa.Int64Array | None) -> pa.RecordBatch:
         if records is None or len(records) != rows.num_rows:
@@ -114,31 +111,32 @@ class RunSink:
         return rows.append_column(TASK, task).append_column(RECORD, records)
 
     def _write(self) -> None:
-        if not self._buffer:
+        if not self._rows.rows:
             return
-        rows = _combined(self._buffer)
-        self._buffer = []
         if self._unique is not None:
-            self._write_sorted(KEYS, key_rows(rows, self._unique), self._unique.keys, Fingerprint())
-        self._write_sorted(RUN, rows, self._order.keys, self._fingerprint)
+            self._write_sorted(KEYS, self._keys, self._unique.keys, Fingerprint())
+        self._write_sorted(RUN, self._rows, self._order.keys, self._fingerprint)
         self._fingerprint = Fingerprint()
-        self._buffered_bytes = self._buffered_rows = 0
         self._sequence += 1
 
     def _write_sorted(
-        self, kind: str, rows: pa.RecordBatch, keys: Sequence[SortKey], sum_of_rows: Fingerprint
+        self, kind: str, buffer: SortBuffer, keys: Sequence[SortKey], sum_of_rows: Fingerprint
     ) -> None:
         url = staged_url(self._plan, self._lease, self._sequence, kind)
-        file = self._open = RunFile(url, kind, rows.schema, keys, self._storage)
-        if kind == KEYS and self._plan.terms and self._plan.terms.on_duplicate == "keep-last":
-            ordered = rows.num_rows - 1 - order(_reversed(rows.select([k.column for k in keys])), keys)
-        else:
-            ordered = order(rows, keys)
-        sizes = row_bytes(rows)[ordered]
-        for first, last in _cuts(sizes, PIECE_BYTES):
-            _write_blocks(file, rows.take(pa.array(ordered[first:last])), sizes[first:last])
-        self._finished.append(file.finish(sum_of_rows))
+        for piece, sizes in buffer.drain():
+            if self._open is None:
+                self._open = RunFile(url, kind, piece.schema, keys, self._storage)
+            _write_blocks(self._open, piece, sizes)
+        assert self._open is not None
+        self._finished.append(self._open.finish(sum_of_rows))
         self._open = None
+
+
+def _companion_order(unique: KeyColumns | None, plan: Plan) -> list[SortKey]:
+    """By the unique key, and within it by record; the later one first where the last is to be kept."""
+    if unique is None or plan.terms is None:
+        return []
+    return [*unique.keys, SortKey(RECORD, descending=plan.terms.on_duplicate == "keep-last")]
 
 
 class SortedRunSink:
@@ -202,7 +200,7 @@ class SortedRunSink:
     def _write(self) -> None:
         if not self._waiting:
             return
-        rows = _combined(self._waiting)
+        rows = combined(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
         if self._file is None:
             url = staged_url(self._plan, self._lease, self._sequence, self._kind)
@@ -262,7 +260,7 @@ class RunFile:
 
 
 def _write_blocks(file: RunFile, rows: pa.RecordBatch, sizes: Sizes) -> None:
-    for first, last in _cuts(sizes, BLOCK_BYTES):
+    for first, last in cuts(sizes, BLOCK_BYTES):
         file.write(rows.slice(first, last - first))
 
 
@@ -303,20 +301,6 @@ def _decoded(rows: pa.RecordBatch) -> pa.RecordBatch:
     return pa.record_batch(columns, names=rows.schema.names)
 
 
-def _combined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch of all; `batches` is emptied, so that each column is there twice only while it is copied."""
-    if len(batches) == 1:
-        return batches.pop()
-    schema = batches[0].schema
-    pieces = [[batch.column(at) for batch in batches] for at in range(len(schema))]
-    batches.clear()
-    columns = []
-    for at in range(len(schema)):
-        columns.append(pa.concat_arrays(pieces[at]))
-        pieces[at] = []
-    return pa.record_batch(columns, schema=schema)
-
-
 def key_rows(rows: pa.RecordBatch, unique: KeyColumns) -> pa.RecordBatch:
     """The companion's columns: the unique key, task and record. 0.0 and -0.0 are one key."""
     narrow = unique.attach(rows).select([*(key.column for key in unique.keys), TASK, RECORD])
@@ -325,44 +309,4 @@ def key_rows(rows: pa.RecordBatch, unique: KeyColumns) -> pa.RecordBatch:
 
 
 def _without_signed_zero(column: pa.Array) -> pa.Array:
-    import pyarrow.compute as pc
-
     return pc.add(column, pa.scalar(0.0, column.type))
-
-
-def _reversed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    return rows.take(pa.array(np.arange(rows.num_rows - 1, -1, -1, dtype=np.int64)))
-
-
-# Sizes of rows
-
-
-def row_bytes(rows: pa.RecordBatch) -> Sizes:
-    """About how many bytes each row takes: exact for texts, the mean of a column for what is nested."""
-    total = np.ones(rows.num_rows, np.int64)
-    for column in rows.columns:
-        kind = column.type
-        if pa.types.is_string(kind) or pa.types.is_binary(kind):
-            total += np.diff(_offsets(column, np.int32)) + 4
-        elif pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
-            total += np.diff(_offsets(column, np.int64)) + 8
-        else:
-            total += -(-column.nbytes // max(1, rows.num_rows))
-    return total
-
-
-def _offsets(column: pa.Array, kind: type[np.int32] | type[np.int64]) -> npt.NDArray[np.int64]:
-    buffer = column.buffers()[1]
-    width = np.dtype(kind).itemsize
-    return np.frombuffer(buffer, kind, len(column) + 1, column.offset * width).astype(np.int64)
-
-
-def _cuts(sizes: Sizes, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of about `most_bytes`, each with at least one row."""
-    ends = np.cumsum(sizes)
-    first = 0
-    while first < len(sizes):
-        before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + most_bytes, "right")))
-        yield first, last
-        first = last
