@@ -137,6 +137,12 @@ def release_pin(store: JobStore, job: Job, config: Config) -> None:
     store.released(job.job_id)
 
 
+def take_back(store: JobStore, target: Target, table_uuid: str) -> None:
+    """Drop a table that a request created, unless a job of somebody else counts on it by now."""
+    if not any(job.plan.target_uuid == table_uuid for job in store.list()):
+        target.drop_if_empty(table_uuid)
+
+
 def scope_name(scope: str) -> str:
     return hashlib.sha256(scope.encode()).hexdigest()[:16]
 
@@ -236,18 +242,13 @@ class _Planner:
             created = head.uuid == UNBORN
             if created:
                 head = self.target.create(head.schema, head.spec, head.sort_order)
-                undo.callback(self._take_back, head.uuid)
+                undo.callback(take_back, self.store, self.target, head.uuid)
                 columns = self._columns(head)
             # Earlier jobs are ended last: a request that is refused has not touched them.
             drafts = [replace(draft, decision=self._fenced(draft.decision)) for draft in drafts]
             jobs = self._create(drafts, head, columns, undo)
             undo.pop_all()
             return Planned(jobs, skipped, created_table=created, remarks=self.remarks)
-
-    def _take_back(self, table_uuid: str) -> None:
-        """Drop a table that this request created, unless a job of somebody else counts on it by now."""
-        if not any(job.plan.target_uuid == table_uuid for job in self.store.list()):
-            self.target.drop_if_empty(table_uuid)
 
     def _head(self) -> TargetTable:
         """The target as it is, or as `--create` would make it, or, if its catalog is away, as it was last."""

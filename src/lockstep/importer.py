@@ -13,7 +13,7 @@ from typing import Final
 
 from lockstep.config import Config, expand, protect
 from lockstep.errors import Conflict, Invalid
-from lockstep.exporter import UNBORN, absolute_address, scope_name
+from lockstep.exporter import UNBORN, absolute_address, scope_name, take_back
 from lockstep.job import (
     ColumnMap,
     Holding,
@@ -87,7 +87,7 @@ def plan_import(
         head = draft.head
         if created:
             head = target.create(head.schema, head.spec, head.sort_order)
-            undo.callback(_take_back, store, target, head.uuid)
+            undo.callback(take_back, store, target, head.uuid)
         elif _order_is_new(draft):
             head = target.order_by(head, draft.head.sort_order)
         if head is not draft.head:
@@ -357,9 +357,3 @@ def _plan_of(request: ImportRequest, draft: Draft, config: Config) -> Plan:
         properties=head.properties,
         terms=draft.terms,
     )
-
-
-def _take_back(store: JobStore, target: Target, table_uuid: str) -> None:
-    """Drop a table that this request created, unless a job of somebody else counts on it by now."""
-    if not any(job.plan.target_uuid == table_uuid for job in store.list()):
-        target.drop_if_empty(table_uuid)

@@ -176,6 +176,12 @@ class Storage:
             raise translated(error, "look at", url) from error
         return _stored_object(url, meta)
 
+    def confirm(self, url: str, size_bytes: int) -> None:
+        """Raises: Corrupt if a file that was written is not there with its size; Invalid; Retryable."""
+        found = self.size(url)
+        if found != size_bytes:
+            raise Corrupt(f"{url} was written with {size_bytes} bytes, but the storage has {found}")
+
     def read(self, url: str) -> bytes:
         """All of it. Raises: Retryable if it is not there or does not answer; Invalid."""
         with self.open(url) as file:

@@ -123,7 +123,7 @@ def progress(job: Job) -> float:
         return 1.0
     if job.plan.rows:
         return round(min(1.0, job.rows_done / job.plan.rows), 4)
-    if job.state is State.COMMITTING:
+    if job.state is State.COMMITTING and job.plan.rows is None:
         return 0.99
     first, last = STAGE_SPANS.get(job.stage, (0.0, 1.0)) if len(job.plan.stages) > 1 else (0.0, 1.0)
     return round(first + (last - first) * _stage_progress(job), 4)

@@ -74,7 +74,8 @@ def _facts(job: Job, now: float) -> Iterable[Line]:
 def _progress(job: Job, tasks: Sequence[Task]) -> Iterable[Line]:
     done = progress(job)
     filled = int(done * BAR)
-    parts = [f" {percent(done)}", f"{number(job.rows_done)} of {number(job.plan.rows)} rows"]
+    total = f" of {number(job.plan.rows)}" if job.plan.rows is not None else ""
+    parts = [f" {percent(done)}", f"{number(job.rows_done)}{total} rows"]
     if (pace := rows_per_s(job)) is not None:
         parts.append(f"{rate(pace).removesuffix('/s')} rows/s")
     if (left := eta_s(job)) is not None:
@@ -85,6 +86,8 @@ def _progress(job: Job, tasks: Sequence[Task]) -> Iterable[Line]:
     )
     running = sum(1 for task in tasks if task.state is TaskState.LEASED)
     waiting = sum(1 for task in tasks if task.state is TaskState.WAITING)
+    if len(job.plan.stages) > 1 and job.state.live:
+        yield _fact("stage", f"{job.stage} (of {', '.join(job.plan.stages)})")
     yield _fact(
         "tasks",
         f"{job.tasks_done} of {job.tasks_total} done"

@@ -327,9 +327,7 @@ class _OpenFile:
         self._parquet.close()
         self._writer.close()
         size_bytes = self._writer.size_bytes
-        found = self._storage.size(self._url)
-        if found != size_bytes:
-            raise Corrupt(f"{self._url} was written with {size_bytes} bytes, but the storage has {found}")
+        self._storage.confirm(self._url, size_bytes)
         return StagedFile(
             path=self._url,
             size_bytes=size_bytes,

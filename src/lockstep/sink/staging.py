@@ -10,7 +10,6 @@ from typing import Final
 
 import pyarrow as pa
 
-from lockstep.errors import Corrupt
 from lockstep.job import Fingerprint, Json, Lease, Plan, StagedFile
 from lockstep.storage import Storage, Writer
 
@@ -70,9 +69,7 @@ class ArrowFile:
         self._arrow.close()
         self._writer.close()
         size_bytes = self._writer.size_bytes
-        found = self._storage.size(self._url)
-        if found != size_bytes:
-            raise Corrupt(f"{self._url} was written with {size_bytes} bytes, but the storage has {found}")
+        self._storage.confirm(self._url, size_bytes)
         return StagedFile(
             self._url, size_bytes, self.rows, self._writer.checksum, fingerprint, (), stats, kind
         )
