@@ -191,7 +191,7 @@ def measured(tmp_path: Path, body: str) -> Json:
     return found
 
 
-@pytest.mark.parametrize(("rows", "width"), [(400, 1_000_000), (9, 50_000_000), (4_000_000, 60)])
+@pytest.mark.parametrize(("rows", "width"), [(400, 1_000_000), (9, 50_000_000), (4_000_000, 60), (9_000_000, 1)])
 def test_a_buffer_of_rows_of_any_width_is_sorted_within_the_memory_of_a_task(
     tmp_path: Path, rows: int, width: int
 ) -> None:
@@ -201,7 +201,7 @@ def test_a_buffer_of_rows_of_any_width_is_sorted_within_the_memory_of_a_task(
         rows, width, memory = {rows}, {width}, 256_000_000
         lab = RunsLab(folder, (SortKey("k"),), memory=memory)
         sink = RunSink(lab.plan, JOB, "map", 0, 1, lab.storage)
-        step = max(1, 16_000_000 // width)
+        step = max(1, 16_000_000 // (width + 20))
         files, written = [], 0
         for first in range(0, rows, step):
             count = min(step, rows - first)
