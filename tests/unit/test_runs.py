@@ -191,7 +191,9 @@ def measured(tmp_path: Path, body: str) -> Json:
     return found
 
 
-@pytest.mark.parametrize(("rows", "width"), [(400, 1_000_000), (9, 50_000_000), (4_000_000, 60), (9_000_000, 1)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(400, 1_000_000), (9, 50_000_000), (4_000_000, 60), (9_000_000, 1)]
+)
 def test_a_buffer_of_rows_of_any_width_is_sorted_within_the_memory_of_a_task(
     tmp_path: Path, rows: int, width: int
 ) -> None:
