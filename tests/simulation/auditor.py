@@ -110,8 +110,8 @@ def audit(evidence: Evidence) -> list[str]:
     found = list(evidence.complaints)
     found += [f"{path} was written twice" for path in evidence.overwritten]
     jobs = evidence.jobs()
-    if not evidence.ended_in_time:
-        live = {job.job_id: job.state for job in jobs if job.state not in ENDED}
+    live = {job.job_id: job.state for job in jobs if job.state not in ENDED}
+    if live or not evidence.ended_in_time:
         found.append(f"not every job ended within its budget: {live}")
     heads = {name: _head(evidence, table) for name, table in evidence.tables.items()}
     found += _one_line(evidence)

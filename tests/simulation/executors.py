@@ -175,6 +175,7 @@ class SimEngine:
         scheduler.spawn(driver, f"wave of {executor.name}", watch)
 
     def cancel(self, group: str) -> None:
+        self._world.scheduler.check()  # a driver that is gone cancels nothing
         self._cancelled.add(group)
         world = self._world
 
@@ -185,6 +186,7 @@ class SimEngine:
         world.scheduler.spawn(world.network, f"cancel {group}", interrupt, world.random.uniform(0.0, 5.0))
 
     def close(self) -> None:
+        self._world.scheduler.check()
         self.alive = False
         for group in self._waves:
             self.cancel(group)

@@ -357,6 +357,7 @@ class Scenario:
         seen: set[str] = set()
         deadline_s = world.elapsed_s + BUDGET_S
         while True:
+            busy = self.busy  # before the look: a command may end, and change something, while we look
             left = [job for job in store.list() if job.state not in ENDED]
             for job in store.list({State.FAILED}):
                 if job.job_id not in seen and world.random.random() < 0.5:
@@ -367,7 +368,7 @@ class Scenario:
             for job in left:
                 if job.state is State.PAUSED:
                     store.resume(job.job_id)
-            if not left and not self.busy:
+            if not left and not busy:
                 break
             if world.elapsed_s > deadline_s:
                 self.ended_in_time = False
