@@ -109,6 +109,8 @@ def import_files(
     max_rejects: int = 0,
     rejects: str | None = None,
     on_existing: str = "error",
+    allow_lossy: bool = False,
+    ignore_extra: bool = False,
     file_size_bytes: int = 256_000_000,
     deadline_s: float | None = None,
     config: Path | str | None = None,
@@ -140,6 +142,8 @@ def import_files(
         on_existing,
         file_size_bytes,
         deadline_s,
+        allow_lossy,
+        ignore_extra,
     )
     job, _ = plan_import(request, settings, store)
     return Export(settings, store, [job.job_id])

@@ -56,6 +56,8 @@ class ImportRequest:
     on_existing: str = "error"
     file_size_bytes: int = 256_000_000
     deadline_s: float | None = None
+    allow_lossy: bool = False
+    ignore_extra: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def draft_import(
     undo.callback(files.close)
     table = files.describe()
     order = request.sort_by or request.unique
-    head = _new_head(table, order) if existing is None else _ordered(existing, request)
+    head = _new_head(table, order, request.allow_lossy) if existing is None else _ordered(existing, request)
     columns = _columns(request, table, head)
     mode = _mode(request, head)
     terms = ImportTerms(
@@ -174,7 +176,7 @@ def _absolute(address: str) -> str:
     return absolute_address(address) if ":" in address else str(Path(address).expanduser().absolute())
 
 
-def _new_head(table: SourceTable, order: Sequence[str]) -> TargetTable:
+def _new_head(table: SourceTable, order: Sequence[str], allow_lossy: bool) -> TargetTable:
     from lockstep.schema import derive
 
     known = {column.name for column in table.columns}
@@ -182,7 +184,7 @@ def _new_head(table: SourceTable, order: Sequence[str]) -> TargetTable:
         if name not in known:
             raise Invalid(f'there is no column "{name}" to sort by', hint=f"there are {', '.join(known)}")
     wanted = replace(table, sorting=[SourceField(name) for name in order] or table.sorting)
-    schema, spec, sort_order = derive(wanted)
+    schema, spec, sort_order = derive(wanted, allow_lossy=allow_lossy)
     if len(sort_order["fields"]) < len(order):
         name = order[len(sort_order["fields"])]
         raise Invalid(f'column "{name}" cannot be sorted by: it is not a plain value')
@@ -238,8 +240,9 @@ def _columns(request: ImportRequest, table: SourceTable, head: TargetTable) -> l
         table,
         head.schema,
         by="position" if by_position else "name",
-        allow_lossy=False,
-        ignore_extra=False,
+        allow_lossy=request.allow_lossy,
+        ignore_extra=request.ignore_extra,
+        verb="import",
     )
 
 

@@ -39,6 +39,7 @@ def match_columns(
     by: Literal["name", "position"] = "name",
     allow_lossy: bool = False,
     ignore_extra: bool = False,
+    verb: str = "export",
 ) -> list[ColumnMap]:
     """Fill each target column, in the target's order, from the source.
 
@@ -57,7 +58,7 @@ def match_columns(
         columns.append(_column_map(target, found, fit.lossy))
     if not ignore_extra:
         problems += (_extra_column(column, target_schema["fields"]) for column in extra)
-    _refuse(f"cannot export {source.name}", problems)
+    _refuse(f"cannot {verb} {source.name}", problems)
     return columns
 
 

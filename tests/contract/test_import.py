@@ -407,6 +407,16 @@ def test_a_request_that_does_not_fit_creates_nothing(
     assert lab.store.list() == []
 
 
+def test_columns_that_the_table_lacks_are_refused_or_left_out(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,2\n")
+    lab.write("b.csv", "id,k,more\n3,4,x\n")
+    lab.run("a.csv", mode="direct")
+    with pytest.raises(Invalid, match=r"cannot import .*b\.csv"):
+        lab.plan("b.csv")
+    assert lab.run("b.csv", ignore_extra=True).state is State.COMPLETED
+    assert sorted(row["id"] for row in lab.rows()) == [1, 3]
+
+
 def test_a_missing_input_creates_nothing(lab: ImportLab) -> None:
     with pytest.raises(Invalid, match="nothing-here"):
         lab.plan("nothing-here/*.csv")

@@ -94,6 +94,12 @@ def import_(
     on_existing: Annotated[
         OnExisting, typer.Option(help="What to do about files that were imported before.")
     ] = OnExisting.ERROR,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Accept types that lose precision.")
+    ] = False,
+    ignore_extra: Annotated[
+        bool, typer.Option("--ignore-extra", help="Leave out columns that the target lacks.")
+    ] = False,
     delimiter: Annotated[str | None, typer.Option(help="CSV: between values.", metavar="TEXT")] = None,
     quote: Annotated[str, typer.Option(help="CSV: around values; empty for none.", metavar="TEXT")] = '"',
     escape: Annotated[str | None, typer.Option(help="CSV: before a special letter.", metavar="TEXT")] = None,
@@ -149,6 +155,8 @@ def import_(
         on_existing=on_existing.value,
         file_size_bytes=parse_size(file_size, "--file-size"),
         deadline_s=parse_duration(deadline, "--deadline") if deadline is not None else None,
+        allow_lossy=allow_lossy,
+        ignore_extra=ignore_extra,
     )
     try:
         return _dry_run(session, request) if dry_run else _run(session, request, detach)

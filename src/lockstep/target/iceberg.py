@@ -44,6 +44,7 @@ from pyiceberg.table.update import (
     SetDefaultSortOrderUpdate,
 )
 from pyiceberg.typedef import IcebergBaseModel
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from lockstep.errors import CommitUnknown, Corrupt, Invalid, LockstepError, Retryable
 from lockstep.job import Json, Plan, StagedFile, snapshot_id_of
@@ -306,7 +307,11 @@ class IcebergTarget:
         if self._properties.get("type") == catalog_fs.TYPE:
             storage = Storage(with_catalog(self._storage, self._properties))
             return catalog_fs.FileSystemCatalog(self._catalog_name, storage, self._clock, **properties)
-        return load_catalog(self._catalog_name, **properties)
+        try:
+            return load_catalog(self._catalog_name, **properties)
+        except (OperationalError, ProgrammingError, IntegrityError):
+            # Whoever comes first makes the catalog's own tables: the second of two finds them there.
+            return load_catalog(self._catalog_name, **properties)
 
     def _loaded(self, table: Table) -> TargetTable:
         self._io = table.io
