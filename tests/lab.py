@@ -82,6 +82,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def as_from_a_terminal() -> None:
+    """Hear Ctrl-C: a shell starts what runs in the background with SIGINT ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+
+
 class Lab:
     """A working folder with `lockstep.toml`; each test has its own store and lake, and shares one chDB.
 
@@ -204,7 +210,7 @@ class Lab:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=as_from_a_terminal,
         )
         try:
             yield process
