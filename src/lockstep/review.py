@@ -166,13 +166,7 @@ def _rejected(staged: Iterable[StagedFile], places: _Places) -> Iterator[Json]:
         task = _task_of(file)
         for row in places.rows_of(file).to_pylist():
             place = places.of(task, row["record"])
-            yield {
-                "input": place.input,
-                "line": place.line,
-                "column": row["column"],
-                "reason": row["reason"],
-                "raw": row["raw"],
-            }
+            yield reject_row(place, row["column"], row["reason"], row["raw"])
 
 
 def _losing(lost: Iterable[StagedFile], places: _Places, terms: ImportTerms) -> Iterator[Json]:
@@ -182,13 +176,12 @@ def _losing(lost: Iterable[StagedFile], places: _Places, terms: ImportTerms) -> 
         for row in places.rows_of(file).to_pylist():
             place = places.of(row[TASK], row[RECORD])
             winner = places.winner(row["winner_task"], row["winner_record"], row["winner_file"])
-            yield {
-                "input": place.input,
-                "line": place.line,
-                "column": ", ".join(terms.unique),
-                "reason": f"the same key as {winner}",
-                "raw": "",
-            }
+            yield reject_row(place, ", ".join(terms.unique), f"the same key as {winner}", "")
+
+
+def reject_row(place: Place, column: str | None, reason: str, raw: str) -> Json:
+    """A rejected record as people see it: in the rejects file, and in a dry run."""
+    return dict(zip(COLUMNS, (place.input, place.line, column, reason, raw), strict=True))
 
 
 def _told(row: Json) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from lockstep.config import Config, expand
@@ -39,20 +39,23 @@ def advance(job: Job, store: JobStore, config: Config, clock: Clock = SYSTEM_CLO
 
     Raises: Fenced if the job is elsewhere by now; Retryable.
     """
+    from lockstep.passes import newest_runs
+
     failpoint("stage.before_advance")
     if (problem := review(job, store, config)) is not None:
         return store.stop(job.job_id, Event.FAIL, problem)
-    follower = _follower(job, store, config, clock)
+    manifests = _manifests(job, store)
+    in_use = newest_runs(manifests)
+    follower = _follower(job, in_use, config, clock)
     moved = store.advance(job.job_id, job.stage, follower.stage, follower.tasks)
     failpoint("stage.after_advance")
-    _discard(_used_up(job, store), job, config)
+    _discard(_used_up(manifests, in_use), job, config)
     return moved
 
 
-def _follower(job: Job, store: JobStore, config: Config, clock: Clock) -> NextStage:
-    from lockstep.passes import newest_runs, next_stage
+def _follower(job: Job, files: Sequence[StagedFile], config: Config, clock: Clock) -> NextStage:
+    from lockstep.passes import next_stage
 
-    files = newest_runs(_manifests(job, store))
     follower = next_stage(job.stage, files, job.plan)
     if follower.stage != "unique":
         return follower
@@ -79,14 +82,13 @@ def _manifests(job: Job, store: JobStore) -> dict[str, list[StagedFile]]:
     return {stage: list(store.manifest(job.job_id, stage)) for stage in passed}
 
 
-def _used_up(job: Job, store: JobStore) -> Iterator[StagedFile]:
+def _used_up(
+    manifests: Mapping[str, Sequence[StagedFile]], in_use: Sequence[StagedFile]
+) -> Iterator[StagedFile]:
     """Runs that were combined into longer ones: those are durable now, and nobody reads the short ones."""
-    from lockstep.passes import newest_runs
-
-    manifests = _manifests(job, store)
-    in_use = {file.path for file in newest_runs(manifests)}
+    kept = {file.path for file in in_use}
     for files in manifests.values():
-        yield from (file for file in files if file.kind in (RUN, KEYS) and file.path not in in_use)
+        yield from (file for file in files if file.kind in (RUN, KEYS) and file.path not in kept)
 
 
 def _discard(files: Iterable[StagedFile], job: Job, config: Config) -> None:

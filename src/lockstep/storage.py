@@ -296,10 +296,15 @@ def with_catalog(
 
 def options_of(plan: Plan, config: Config) -> Mapping[str, Mapping[str, str]]:
     """The options for `Storage` that reach the table of a plan as well as everything else."""
+    return with_catalog(config.storage, catalog_of(plan.target, config), plan.location)
+
+
+def catalog_of(target: str, config: Config) -> Mapping[str, Any]:
+    """The properties of the catalog that a target's address names; none if it is not configured here."""
     from lockstep.config import expand
 
-    catalog = expand(plan.target, config).removeprefix("iceberg://").partition("/")[0]
-    return with_catalog(config.storage, config.catalogs.get(catalog, {}), plan.location)
+    name = expand(target, config).removeprefix("iceberg://").partition("/")[0]
+    return config.catalogs.get(name, {})
 
 
 def local_path(url: str) -> Path | None:

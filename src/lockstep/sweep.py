@@ -23,7 +23,7 @@ from lockstep.job import Job, State, commit_id
 from lockstep.runtime import SYSTEM_CLOCK, Clock, id_time
 from lockstep.source import FoundPin
 from lockstep.source.clickhouse import ClickHouseSource
-from lockstep.storage import Storage, StoredFile, with_catalog
+from lockstep.storage import Storage, StoredFile, catalog_of, with_catalog
 from lockstep.store import JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
 
@@ -286,8 +286,7 @@ def _beside_table(
 def _storage_of(address: str, config: Config) -> Storage:
     """The table's files, reached as those who wrote them reach them."""
     try:
-        catalog = expand(address, config).removeprefix("iceberg://").partition("/")[0]
-        return Storage(with_catalog(config.storage, config.catalogs.get(catalog, {})))
+        return Storage(with_catalog(config.storage, catalog_of(address, config)))
     except Invalid:  # a catalog whose variable is not set here cannot be asked for the table either
         return Storage(config.storage)
 

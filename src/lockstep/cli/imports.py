@@ -233,15 +233,9 @@ class _Problems:
         self.kept: list[dict[str, Any]] = []
 
     def add(self, reject: Reject, place: Place) -> None:
-        self.kept.append(
-            {
-                "input": place.input,
-                "line": place.line,
-                "column": reject.column,
-                "reason": reject.reason,
-                "raw": reject.raw,
-            }
-        )
+        from lockstep.review import reject_row
+
+        self.kept.append(reject_row(place, reject.column, reject.reason, reject.raw))
 
 
 def _dry_run(session: Session, request: ImportRequest) -> int:
