@@ -15,7 +15,7 @@ import pytest
 from pyiceberg.catalog import load_catalog
 from pyiceberg.types import StringType
 
-from lockstep.errors import Conflict, Invalid, Retryable
+from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
 from lockstep.exporter import ExportRequest, Planned, plan_export
 from lockstep.job import State, TaskSpec
 from lockstep.source import Pin
@@ -79,7 +79,7 @@ def test_two_requests_that_create_the_table_leave_it_to_the_one_that_has_a_job(s
         def ask(answers: list[Any] = answers) -> None:
             try:
                 answers.append(shop.ask(everything=True))
-            except Conflict as error:
+            except LockstepError as error:
                 answers.append(error)
 
         twins = [threading.Thread(target=ask) for _ in range(2)]
@@ -88,9 +88,12 @@ def test_two_requests_that_create_the_table_leave_it_to_the_one_that_has_a_job(s
         for twin in twins:
             twin.join()
         (planned,) = [answer for answer in answers if isinstance(answer, Planned)]
+        assert len([answer for answer in answers if isinstance(answer, Conflict)]) == 1, answers
         assert shop.has_table()
         assert shop.run(planned.jobs[0]).state is State.COMPLETED
-        load_catalog("lake", **shop.config.catalogs["lake"]).drop_table("db.t")
+        catalog = load_catalog("lake", **shop.config.catalogs["lake"])
+        catalog.drop_table("db.t")
+        catalog.drop_namespace("db")
 
 
 def test_a_replace_takes_the_rows_of_a_first_job_that_was_in_flight_only_once(shop: Shop) -> None:

@@ -149,7 +149,7 @@ def a_sweep_takes_what_a_retry_would_need(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_are_deleted_when_the_next_stage_begins(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lockstep.stages, "_used_up", lambda job, store: store.manifest(job.job_id, job.stage))
+    patch.setattr(lockstep.stages, "_used_up", lambda manifests, in_use: in_use)
 
 
 CALM_S: Final = 150.0

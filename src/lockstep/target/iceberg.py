@@ -116,7 +116,10 @@ class IcebergTarget:
         """Field ids are given anew by the catalog: read them from what comes back."""
         with self._answers():
             catalog = self._open()
-            catalog.create_namespace_if_not_exists(self._identifier[:-1])
+            try:
+                catalog.create_namespace_if_not_exists(self._identifier[:-1])
+            except IntegrityError:  # two asked at once whether it is there, and the other has made it
+                catalog.create_namespace_if_not_exists(self._identifier[:-1])
             try:
                 table = catalog.create_table(
                     self._identifier,
