@@ -163,7 +163,7 @@ class RunsLab:
         crashes = crashes or Crashes(None)
         stage, gathered = "map", _Gathered()
         while stage != "merge":
-            following = next_stage(stage, newest_runs(self.files), self.plan, published)
+            following = next_stage(stage, newest_runs(self.files), self.plan, lambda: published)
             stage = following.stage
             self.stages.append((stage, len(following.tasks)))
             self.files[stage] = []

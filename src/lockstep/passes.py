@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,20 +97,23 @@ class NextStage:
 
 
 def next_stage(
-    done: str, files: Sequence[StagedFile], plan: Plan, published: Published | None = None
+    done: str,
+    files: Sequence[StagedFile],
+    plan: Plan,
+    published: Callable[[], Published | None] = lambda: None,
 ) -> NextStage:
     """What follows when every task of the stage `done` is done: combine, recombine, unique or merge.
 
     `files` are the newest runs and companions: those of the last stage that made any (`newest_runs`), and
     the losers if there are some. The same files give the same tasks. An import without rows gives a merge
-    without tasks.
+    without tasks. `published` says what the table holds; it is asked only if keys are to be compared next.
     """
     if done not in ("unique", COMBINE[-1]):
         groups = [task for kind in (RUN, KEYS) for task in plan_combine(files, kind, plan)]
         if groups:
             return NextStage(COMBINE[0] if done == "map" else COMBINE[1], groups)
     if done != "unique" and plan.terms is not None and plan.terms.unique:
-        return NextStage("unique", plan_unique(files, plan, published))
+        return NextStage("unique", plan_unique(files, plan, published()))
     return NextStage("merge", plan_merge(files, plan))
 
 

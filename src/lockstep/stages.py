@@ -19,7 +19,6 @@ from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint
 from lockstep.store import JobStore
 
 if TYPE_CHECKING:
-    from lockstep.passes import NextStage
     from lockstep.unique import Published
 
 _LOG: Final = logging.getLogger(__name__)
@@ -39,27 +38,18 @@ def advance(job: Job, store: JobStore, config: Config, clock: Clock = SYSTEM_CLO
 
     Raises: Fenced if the job is elsewhere by now; Retryable.
     """
-    from lockstep.passes import newest_runs
+    from lockstep.passes import newest_runs, next_stage
 
     failpoint("stage.before_advance")
     if (problem := review(job, store, config)) is not None:
         return store.stop(job.job_id, Event.FAIL, problem)
     manifests = _manifests(job, store)
     in_use = newest_runs(manifests)
-    follower = _follower(job, in_use, config, clock)
+    follower = next_stage(job.stage, in_use, job.plan, lambda: _published(job, config, clock))
     moved = store.advance(job.job_id, job.stage, follower.stage, follower.tasks)
     failpoint("stage.after_advance")
     _discard(_used_up(manifests, in_use), job, config)
     return moved
-
-
-def _follower(job: Job, files: Sequence[StagedFile], config: Config, clock: Clock) -> NextStage:
-    from lockstep.passes import next_stage
-
-    follower = next_stage(job.stage, files, job.plan)
-    if follower.stage != "unique":
-        return follower
-    return next_stage(job.stage, files, job.plan, _published(job, config, clock))
 
 
 def _published(job: Job, config: Config, clock: Clock) -> Published:

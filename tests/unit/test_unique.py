@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from lockstep.job import KEYS, ImportTerms, Json, SortKey
 from lockstep.keys import key_of
 from lockstep.passes import newest_runs, next_stage
-from lockstep.unique import Duplicate, UniqueReader, code_of, judge, published
+from lockstep.unique import Duplicate, Published, UniqueReader, code_of, judge, published
 from tests.iceberg_tables import Lake
 from tests.runs_lab import Crashes, Row, RunsLab, batch_of, in_order, rows_of, small
 
@@ -170,14 +171,22 @@ class TableLab(RunsLab):
         super().__init__(folder, (SortKey("id"),), ("id",), policy, memory, schema=head.schema)
         self.plan = dataclasses.replace(self.plan, location=str(folder))
 
-    def take(self, ids: list[int | None]) -> None:
-        """Rows with these ids, of one task."""
-        columns = {
-            "id": pa.array(ids, pa.int64()),
-            "region": pa.nulls(len(ids), pa.string()),
-            "amount": pa.nulls(len(ids), pa.float64()),
-        }
-        self.map([[pa.record_batch(columns)]])
+    def take(self, *tasks: Sequence[int | None]) -> None:
+        """Rows with these ids, of one task each."""
+        self.map(
+            [
+                [
+                    pa.record_batch(
+                        {
+                            "id": pa.array(ids, pa.int64()),
+                            "region": pa.nulls(len(ids), pa.string()),
+                            "amount": pa.nulls(len(ids), pa.float64()),
+                        }
+                    )
+                ]
+                for ids in tasks
+            ]
+        )
 
 
 @pytest.fixture
@@ -235,7 +244,8 @@ def test_only_row_groups_whose_statistics_meet_the_range_are_read(
     lake.publish("aa", lake.stage(range(1000)))
     lab = TableLab(tmp_path / "import", lake, "keep-first")
     lab.take([205, 2000, 231])
-    task = next_stage("recombine", lab.files["map"], lab.plan, published(lake.table(), lab.plan)).tasks[0]
+    held = published(lake.table(), lab.plan)
+    task = next_stage("recombine", lab.files["map"], lab.plan, lambda: held).tasks[0]
     # The file goes up to 999, so that the end of the new keys excludes nothing: their beginning does.
     reader = UniqueReader(lab.plan, lab.storage)
     losers = [row for chunk in reader.read(task.descriptor, None, 1000) for row in rows_of(chunk.batch)]
@@ -243,7 +253,7 @@ def test_only_row_groups_whose_statistics_meet_the_range_are_read(
     assert reader.groups_read == 80
     lab = TableLab(tmp_path / "again", lake, "keep-first")
     lab.take([205, 231])
-    task = next_stage("recombine", lab.files["map"], lab.plan, published(lake.table(), lab.plan)).tasks[0]
+    task = next_stage("recombine", lab.files["map"], lab.plan, lambda: held).tasks[0]
     reader = UniqueReader(lab.plan, lab.storage)
     assert sum(chunk.batch.num_rows for chunk in reader.read(task.descriptor, None, 1000)) == 2
     assert reader.groups_read == 4
@@ -263,6 +273,24 @@ def test_texts_of_the_table_are_compared_whatever_the_width_of_their_offsets(
     kept = lab.rows(published=published(lake.table(), lab.plan))
     assert [row[:2] for row in lab.losers()] == [(0, 0), (1, 0), (1, 1)]
     assert kept == [(2, "sued", None), (3, None, None), (3, None, None)]
+
+
+def test_the_table_is_asked_once_and_only_when_keys_are_compared_next(tmp_path: Path, lake: Lake) -> None:
+    asked = []
+
+    def held() -> Published:
+        asked.append(1)
+        return published(lake.table(), lab.plan)
+
+    with small(block=100, fan_in=2):
+        lab = TableLab(tmp_path / "import", lake, "keep-first")
+        lab.take(*([at] for at in range(8)))
+        assert next_stage("map", lab.files["map"], lab.plan, held).stage == "combine"
+        assert not asked
+        assert next_stage("recombine", lab.files["map"], lab.plan, held).stage == "unique"
+        assert len(asked) == 1
+        assert next_stage("unique", lab.files["map"], lab.plan, held).stage == "merge"
+        assert len(asked) == 1
 
 
 def test_an_empty_table_has_nothing_to_compare_with(tmp_path: Path) -> None:
