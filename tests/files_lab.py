@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.job import ColumnMap, Json, Position, TaskSpec
 from lockstep.schema import derive, match_columns
-from lockstep.source import Chunk, Input, ParseOptions, Pin, Reject, open_frozen, open_input
+from lockstep.source import Chunk, Input, ParseOptions, Pin, Place, Reject, open_frozen, open_input
 
 WIDE = 1 << 40
 
@@ -88,6 +88,12 @@ class FilesLab:
         ):
             outcome.add(chunk)
         return outcome
+
+    def recall(self, task: TaskSpec, records: Sequence[int]) -> list[tuple[Place, str]]:
+        """Place and raw text of records, looked up in one pass."""
+        found = list(self.executor.recall(self.detail, task.descriptor, records, self.columns))
+        assert [one.record for one in found] == list(records)
+        return [(one.place, one.raw) for one in found]
 
     def read_all(self, task_bytes: int = WIDE, batch_bytes: int = 1 << 20) -> Outcome:
         """All tasks, one after the other; records are numbered per task."""

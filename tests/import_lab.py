@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from lockstep.attempt import Assignment, Stopped
 from lockstep.commit import settle
 from lockstep.config import Config, expand, load_config
 from lockstep.errors import ErrorInfo, Fenced
-from lockstep.importer import ImportRequest, plan_import
+from lockstep.importer import ImportRequest, draft_import, plan_import
 from lockstep.job import Event, Job, Lease, Position, Progress, StagedFile, State, Verdict
+from lockstep.rehearsal import Rehearsal, rehearse
 from lockstep.source import ParseOptions
 from lockstep.stages import advance, release_runs, stage_is_over
 from lockstep.store import Claim, JobStore
@@ -115,12 +116,24 @@ class ImportLab:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
-    def plan(self, *inputs: str, parse: ParseOptions | None = None, **options: Any) -> Job:
+    def request(self, *inputs: str, parse: ParseOptions | None = None, **options: Any) -> ImportRequest:
         addresses = tuple(str(self.folder / name) if "://" not in name else name for name in inputs)
         options.setdefault("create", True)
         options.setdefault("target", TARGET)
-        request = ImportRequest(inputs=addresses, options=parse or ParseOptions(), **options)
+        return ImportRequest(inputs=addresses, options=parse or ParseOptions(), **options)
+
+    def plan(self, *inputs: str, parse: ParseOptions | None = None, **options: Any) -> Job:
+        request = self.request(*inputs, parse=parse, **options)
         return plan_import(request, self.config, self.store, self.clock)[0]
+
+    def rehearse(
+        self, *inputs: str, most_listed: int = 1000, parse: ParseOptions | None = None, **options: Any
+    ) -> Rehearsal:
+        """What a dry run finds."""
+        request = self.request(*inputs, parse=parse, **options)
+        with ExitStack() as undo:
+            draft, _ = draft_import(request, self.config, self.store, self.clock, undo)
+            return rehearse(draft, request, self.config, most_listed)
 
     def run(self, *inputs: str, **options: Any) -> Job:
         return self.finish(self.plan(*inputs, **options))

@@ -95,7 +95,7 @@ def plan_import(
         if head is not draft.head:
             draft = replace(draft, head=head, columns=_columns(request, draft.table, head))
         job_id = new_id()
-        plan = _plan_of(request, draft, config)
+        plan = plan_of(request, draft, config)
         if problems := target.drift(head, plan):
             raise Invalid(f"cannot write to {request.target}: " + "; ".join(problems))
         pieces = tuple(part.piece for part in draft.pin.parts)
@@ -334,7 +334,7 @@ def _tasks(files: Input, pin: Pin) -> list[TaskSpec]:
     return files.plan_tasks(pin, min(TASK_BYTES, share))
 
 
-def _plan_of(request: ImportRequest, draft: Draft, config: Config) -> Plan:
+def plan_of(request: ImportRequest, draft: Draft, config: Config) -> Plan:
     head = draft.head
     stages: tuple[str, ...] = ("write",)
     if draft.mode == "merge":

@@ -8,28 +8,29 @@ from __future__ import annotations
 import base64
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.config import Config, expand
-from lockstep.errors import ErrorInfo, LockstepError
+from lockstep.errors import ErrorInfo
 from lockstep.job import DATA, LOSERS, REJECTS, RUN, Fingerprint, ImportTerms, Job, Json, StagedFile
+from lockstep.places import COLUMNS, Places, duplicate_row, recall_duplicates, reject_row, winner_of
 from lockstep.source import Place, open_frozen
 from lockstep.store import JobStore
 from lockstep.target import TargetTable
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from lockstep.storage import Storage
+    from lockstep.unique import Duplicate
 
-COLUMNS: Final = ("input", "line", "column", "reason", "raw")
 SURE: Final = 15
 """Letters of a text's bound that shortening it has left alone."""
 NAMED: Final = 3
-"""Problems that an error message names; all of them are in the rejects file."""
+"""Problems that an error message names; the rejects file has them all."""
+LISTED: Final = 1000
+"""Duplicates that the rejects file of a job lists that has too many of them, if it allows fewer."""
 
 
 @dataclass(frozen=True)
@@ -139,19 +140,22 @@ def _too_many_rejects(job: Job, store: JobStore, config: Config) -> ErrorInfo | 
     total = sum(file.rows for file in [*staged, *lost])
     if total == 0:
         return None
-    with _Places(job, store, config) as places:
-        awaits_duplicates = "unique" in job.plan.stages and terms.on_duplicate == "reject"
-        complete = job.stage == "unique" or not awaits_duplicates
-        if complete or total > terms.max_rejects:
-            rows = [*_rejected(staged, places), *_losing(lost, places, terms)]
-            path = _write_rejects(job, rows, config)
-    if total <= terms.max_rejects:
+    awaits_duplicates = "unique" in job.plan.stages and terms.on_duplicate == "reject"
+    complete = job.stage == "unique" or not awaits_duplicates
+    fits = total <= terms.max_rejects
+    if complete or not fits:
+        with _places(job, store, config) as places:
+            most = total if fits else max(terms.max_rejects, LISTED)
+            rows = _rejected(staged, lost, most, places, _storage(job, config), terms)
+        path = _write_rejects(job, rows, config)
+    if fits:
         return None
     some = "; ".join(_told(row) for row in rows[:NAMED]) + ("; …" if total > NAMED else "")
+    listed = "all of them are" if len(rows) == total else f"{len(rows)} of them are"
     return ErrorInfo(
         "Invalid",
         f"{total} records do not fit, and {terms.max_rejects} are allowed: {some}",
-        f"nothing was published; all of them are in {path}",
+        f"nothing was published; {listed} in {path}",
     )
 
 
@@ -161,27 +165,23 @@ def _losing_files(job: Job, store: JobStore, terms: ImportTerms) -> list[StagedF
     return [file for file in store.manifest(job.job_id, "unique") if file.kind == LOSERS]
 
 
-def _rejected(staged: Iterable[StagedFile], places: _Places) -> Iterator[Json]:
-    for file in staged:
-        task = _task_of(file)
-        for row in places.rows_of(file).to_pylist():
-            place = places.of(task, row["record"])
-            yield reject_row(place, row["column"], row["reason"], row["raw"])
+def _rejected(
+    staged: Iterable[StagedFile],
+    lost: Sequence[StagedFile],
+    most_lost: int,
+    places: Places,
+    storage: Storage,
+    terms: ImportTerms,
+) -> list[Json]:
+    """The rejects as people see them, in the order of the input. Of those that lost at most `most_lost`."""
+    from lockstep.unique import first_duplicates
 
-
-def _losing(lost: Iterable[StagedFile], places: _Places, terms: ImportTerms) -> Iterator[Json]:
-    from lockstep.keys import RECORD, TASK
-
-    for file in lost:
-        for row in places.rows_of(file).to_pylist():
-            place = places.of(row[TASK], row[RECORD])
-            winner = places.winner(row["winner_task"], row["winner_record"], row["winner_file"])
-            yield reject_row(place, ", ".join(terms.unique), f"the same key as {winner}", "")
-
-
-def reject_row(place: Place, column: str | None, reason: str, raw: str) -> Json:
-    """A rejected record as people see it: in the rejects file, and in a dry run."""
-    return dict(zip(COLUMNS, (place.input, place.line, column, reason, raw), strict=True))
+    misfits = {(_task_of(file), row["record"]): row for file in staged for row in _rows_in(file, storage)}
+    duplicates = first_duplicates(lost, most_lost, storage)
+    known = recall_duplicates(places, duplicates, misfits)
+    rows = {at: reject_row(known[at].place, r["column"], r["reason"], r["raw"]) for at, r in misfits.items()}
+    rows |= {(one.task, one.record): duplicate_row(one, known, terms.unique) for one in duplicates}
+    return [rows[at] for at in sorted(rows)]
 
 
 def _told(row: Json) -> str:
@@ -240,9 +240,8 @@ def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
     if not found.refused or found.first is None:
         return None
     first = found.first
-    with _Places(job, store, config) as places:
-        place = places.of(first.task, first.record)
-        winner = places.winner(first.winner_task, first.winner_record, first.winner_file)
+    with _places(job, store, config) as places:
+        place, winner = _both(first, places)
     key = ", ".join(terms.unique)
     count = "1 row repeats" if found.losers == 1 else f"{found.losers} rows repeat"
     if terms.on_duplicate == "error":
@@ -278,12 +277,12 @@ def _came_meanwhile(job: Job, head: TargetTable, store: JobStore, config: Config
         return None
     manifests = {stage: list(store.manifest(job.job_id, stage)) for stage in job.plan.stages[:-1]}
     files = newest_runs(manifests)
-    with _Places(job, store, config) as places:
+    storage = _storage(job, config)
+    with _places(job, store, config) as places:
         for spec in plan_unique(files, job.plan, fresh):
-            first = repeated_in_table(job.plan, spec.descriptor, files, places.storage)
+            first = repeated_in_table(job.plan, spec.descriptor, files, storage)
             if first is not None:
-                place = places.of(first.task, first.record)
-                winner = places.winner(None, first.winner_record, first.winner_file)
+                place, winner = _both(first, places)
                 return ErrorInfo(
                     "Invalid",
                     f"somebody else has published a row with the same unique key meanwhile: {place} has that "
@@ -330,37 +329,26 @@ def _task_of(file: StagedFile) -> int:
     return parsed[2]
 
 
-class _Places:
-    """Where records stand, asked of the inputs once a message needs it."""
+def _rows_in(file: StagedFile, storage: Storage) -> list[Json]:
+    import pyarrow as pa
 
-    def __init__(self, job: Job, store: JobStore, config: Config) -> None:
-        from lockstep.storage import Storage, options_of
+    with storage.open(file.path) as opened:
+        return list(pa.ipc.open_file(opened).read_all().to_pylist())
 
-        self._job = job
-        self._tasks = {task.index: task for task in store.tasks(job.job_id, job.plan.stages[0])}
-        self._files = open_frozen(expand(job.plan.source, config), job.plan.pin, config)
-        self.storage: Storage = Storage(options_of(job.plan, config))
 
-    def __enter__(self) -> _Places:
-        return self
+def _both(one: Duplicate, places: Places) -> tuple[Place, Place]:
+    """Where a row that repeats a key stands, and the one that it repeats."""
+    known = recall_duplicates(places, [one])
+    return known[one.task, one.record].place, winner_of(one, known)
 
-    def __exit__(self, *_: Any) -> None:
-        self._files.close()
 
-    def of(self, task: int, record: int) -> Place:
-        try:
-            return self._files.locate(self._job.plan.pin, self._tasks[task].descriptor, record)
-        except LockstepError as error:
-            # What happened is worth telling even if the input is gone by now.
-            return Place(f"task {task} (its input cannot be read: {error.message})", record + 1)
+def _storage(job: Job, config: Config) -> Storage:
+    from lockstep.storage import Storage, options_of
 
-    def winner(self, task: int | None, record: int, file: str | None) -> str:
-        if task is None:
-            return f"row {record + 1} of {file}, which is in the table"
-        return str(self.of(task, record))
+    return Storage(options_of(job.plan, config))
 
-    def rows_of(self, file: StagedFile) -> pa.Table:
-        import pyarrow as pa
 
-        with self.storage.open(file.path) as opened:
-            return pa.ipc.open_file(opened).read_all()
+def _places(job: Job, store: JobStore, config: Config) -> Places:
+    plan = job.plan
+    tasks = {task.index: task.descriptor for task in store.tasks(job.job_id, plan.stages[0])}
+    return Places(open_frozen(expand(plan.source, config), plan.pin, config), plan.pin, tasks, plan.columns)

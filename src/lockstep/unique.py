@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lockstep.fingerprint import row_hashes
 from lockstep.job import LOSERS, ColumnMap, Json, Plan, Position, SortKey, StagedFile
 from lockstep.keys import RECORD, TASK, key_of, order, present, repeats
-from lockstep.merge import Losers, MergeReader, Window
+from lockstep.merge import Losers, MergeReader, Window, blocks_of
 from lockstep.sink.losers import LOSER_SCHEMA, WINNER_FILE, WINNER_RECORD, WINNER_TASK
 from lockstep.sink.run import key_rows, unique_of
 from lockstep.source import Chunk
@@ -49,6 +50,7 @@ TABLE_WINS: Final = ("keep-first", "reject")
 """Policies under which a new row with a key that the table has is simply left out."""
 
 Hashes = npt.NDArray[np.uint64]
+_IN_INPUT: Final = [(TASK, "ascending"), (RECORD, "ascending")]
 
 
 # Rows that are published already
@@ -387,6 +389,28 @@ class Duplicate:
     winner_task: int | None
     winner_record: int
     winner_file: str | None
+
+
+def first_duplicates(files: Sequence[StagedFile], most: int, storage: Storage) -> list[Duplicate]:
+    """The losers that come first in the input, in its order, from the files of all tasks.
+
+    Never many more than `most` are in memory. Raises: Corrupt; Retryable.
+    """
+    kept = LOSER_SCHEMA.empty_table()
+    for file in files:
+        for batch in blocks_of(file.path, storage):
+            kept = pa.concat_tables([kept, pa.Table.from_batches([batch])])
+            if len(kept) > 2 * most:
+                kept = _first(kept, most)
+    rows = _first(kept, most).to_pylist()
+    return [
+        Duplicate(row[TASK], row[RECORD], row[WINNER_TASK], row[WINNER_RECORD], row[WINNER_FILE])
+        for row in rows
+    ]
+
+
+def _first(losers: pa.Table, most: int) -> pa.Table:
+    return losers.take(pc.select_k_unstable(losers, min(most, len(losers)), sort_keys=_IN_INPUT))
 
 
 @dataclass(frozen=True)

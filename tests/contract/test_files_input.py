@@ -487,6 +487,9 @@ def test_a_record_is_found_again_by_file_and_line(tmp_path):
     places = [lab.executor.locate(lab.detail, task.descriptor, n) for n in range(4)]
     first, second = str(tmp_path / "1.csv"), str(tmp_path / "2.csv")
     assert places == [Place(first, 2), Place(first, 3), Place(second, 2), Place(second, 5)]
+    assert lab.recall(task, [1, 3]) == [(places[1], '"2\n2"'), (places[3], "4")]
+    with pytest.raises(Corrupt, match="not in its inputs any more"):
+        lab.recall(task, [3, 4])
 
 
 HOSTILE = st.text(st.sampled_from(list('ab1,"\n\r\\ é')), max_size=12)
@@ -523,6 +526,11 @@ def test_any_text_is_read_as_pythons_csv_module_reads_it(tmp_path, raw, batch_by
             lines += [
                 lab.executor.locate(lab.detail, task.descriptor, reject.record).line
                 for reject in outcome.rejects
+            ]
+            recalled = lab.recall(task, [reject.record for reject in outcome.rejects])
+            assert [(place.line, text) for place, text in recalled] == [
+                (line, reject.raw)
+                for line, reject in zip(lines[-len(recalled) :], outcome.rejects, strict=False)
             ]
             for position in outcome.positions:
                 rest = lab.read(task, position, batch_bytes)

@@ -302,6 +302,9 @@ def test_records_grow_and_tell_file_and_row(lake: Lake) -> None:
                     place = source.locate(pin.detail, task.descriptor, record)
                     file = pq.read_table(place.input.removeprefix("file://"))
                     assert file.column("id")[place.line - 1].as_py() == row["id"]
+                    (again,) = source.recall(pin.detail, task.descriptor, [record], columns)
+                    assert again.place == place
+                    assert json.loads(again.raw)["id"] == row["id"]
 
 
 def test_a_checkpoint_of_another_task_is_corrupt(lake: Lake) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lockstep import importer
+from lockstep import importer, review
 from lockstep.errors import Conflict, Invalid
 from lockstep.job import RUN, Job, State
 from lockstep.review import sortedness, tally
@@ -480,10 +481,102 @@ def test_rejected_duplicates_are_in_the_rejects_file_and_count_as_rejects(lab: I
     (row,) = csv.DictReader(io.StringIO(rejects.read_text()))
     assert (row["line"], row["column"]) == ("3", "k")
     assert "line 2" in row["reason"]
+    assert row["raw"] == "2,1"
     lab.write("b.csv", "id,k\n5,5\n6,5\n")
     refused = lab.run("b.csv", **asked)
     assert refused.state is State.FAILED
     assert len(lab.rows()) == 2
+
+
+ROWS: list[dict[str, Any]] = [{"id": n, "k": n % 3, "name": 'a "b",\nc'} for n in range(6)]
+
+
+@pytest.mark.parametrize("format", ["csv", "json", "parquet", "iceberg"])
+def test_a_rejected_duplicate_is_listed_with_its_text(lab: ImportLab, format: str) -> None:
+    text = as_csv([(row["id"], row["k"], row["name"]) for row in ROWS])
+    if format == "csv":
+        lab.write("a.csv", text)
+    elif format == "json":
+        lab.write("a.json", "".join(json.dumps(row) + "\n" for row in ROWS))
+    elif format == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), lab.folder / "a.parquet")
+    else:
+        lab.write("b.csv", text)
+        assert lab.run("b.csv", mode="direct", target="iceberg://lake/db.s").state is State.COMPLETED
+    rejects = lab.folder / "bad.csv"
+
+    job = lab.run(
+        f"a.{format}" if format != "iceberg" else "iceberg://lake/db.s",
+        unique=("k",),
+        on_duplicate="reject",
+        max_rejects=3,
+        rejects=str(rejects),
+    )
+
+    assert job.state is State.COMPLETED, job.error
+    found = list(csv.DictReader(io.StringIO(rejects.read_text())))
+    texts = [row["raw"] for row in found]
+    if format == "csv":
+        again = [next(csv.reader(io.StringIO(raw))) for raw in texts]
+        assert again == [[str(value) for value in row.values()] for row in ROWS[3:]]
+    else:
+        assert [json.loads(raw) for raw in texts] == ROWS[3:]
+    if format != "iceberg":  # its rows may stand in any of its files
+        assert int(found[0]["line"]) == (8 if format == "csv" else 4)
+
+
+def test_to_list_rejects_and_duplicates_each_task_is_read_once_and_in_order(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.source.files_text import TextReader
+
+    rows = [f"{n},{n % 900}" if n % 70 else f"{n},many" for n in range(20_000)]
+    schema = {"type": "struct", "schema-id": 0, "fields": [_long(1, "id"), _long(2, "k")]}
+    lab.write("a.csv", "id,k\n" + "\n".join(rows))
+    passes = 0
+    blocks = TextReader.blocks
+
+    def counted(self: TextReader, descriptor: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return blocks(self, descriptor)
+
+    monkeypatch.setattr(TextReader, "blocks", counted)
+    rejects = lab.folder / "bad.csv"
+    job = lab.plan(
+        "a.csv",
+        unique=("k",),
+        on_duplicate="reject",
+        max_rejects=20_000,
+        rejects=str(rejects),
+        parse=ParseOptions(schema=schema),
+    )
+    assert job.tasks_total > 2
+    assert lab.finish(job).state is State.COMPLETED
+    found = list(csv.DictReader(io.StringIO(rejects.read_text())))
+    assert passes == job.tasks_total
+    assert len(found) == 20_000 - len(lab.rows())
+    assert [int(row["line"]) for row in found] == sorted(int(row["line"]) for row in found)
+    assert all(row["raw"] == rows[int(row["line"]) - 2] for row in found)
+
+
+def _long(number: int, name: str) -> dict[str, Any]:
+    return {"id": number, "name": name, "required": False, "type": "long"}
+
+
+def test_of_far_too_many_duplicates_the_first_ones_are_listed_and_all_are_counted(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(review, "LISTED", 10)
+    lab.write("a.csv", "id,k\n" + "".join(f"{n},1\n" for n in range(5000)))
+    rejects = lab.folder / "bad.csv"
+    job = lab.run("a.csv", unique=("k",), on_duplicate="reject", max_rejects=2, rejects=str(rejects))
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert "4999 records" in job.error.message
+    assert f"10 of them are in {rejects}" in str(job.error.hint)
+    lines = [int(row["line"]) for row in csv.DictReader(io.StringIO(rejects.read_text()))]
+    assert lines == list(range(3, 13))
 
 
 @pytest.mark.parametrize("policy", ["error", "keep-first", "keep-last", "reject"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -23,11 +24,10 @@ from lockstep.view import job_document
 
 if TYPE_CHECKING:
     from lockstep.importer import Draft, ImportRequest
-    from lockstep.source import Place, Reject
+    from lockstep.rehearsal import Rehearsal
 
 SHOWN_PROBLEMS: Final = 20
 KEPT_PROBLEMS: Final = 1000
-BATCH_BYTES: Final = 32_000_000
 
 
 class Format(StrEnum):
@@ -224,28 +224,15 @@ def _closing(session: Session, job: Job) -> list[Answer]:
 # Reading everything without writing anything
 
 
-class _Problems:
-    """What a dry run finds: every problem is counted, the first ones are kept."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.total = 0
-        self.kept: list[dict[str, Any]] = []
-
-    def add(self, reject: Reject, place: Place) -> None:
-        from lockstep.review import reject_row
-
-        self.kept.append(reject_row(place, reject.column, reject.reason, reject.raw))
-
-
 def _dry_run(session: Session, request: ImportRequest) -> int:
     from lockstep.importer import draft_import
+    from lockstep.rehearsal import rehearse
 
     with ExitStack() as undo, signals_interrupt(), nothing_created():
         with session.side.busy("validating the inputs"):
             draft, _ = draft_import(request, session.config, session.store, session.clock, undo)
         with session.side.busy("reading the inputs"):
-            found = _read_all(draft)
+            found = rehearse(draft, request, session.config, KEPT_PROBLEMS)
     document = {
         "jobs": [],
         "created_table": False,
@@ -254,26 +241,17 @@ def _dry_run(session: Session, request: ImportRequest) -> int:
         "tasks": len(draft.tasks),
         "rows": found.rows,
         "columns": [vars(column) for column in draft.columns],
-        "rejected": found.total,
-        "problems": found.kept,
+        "rejected": found.rejected,
+        "problems": found.problems,
+        "duplicates": found.duplicates if request.unique else None,
+        "duplicates_of_table_rows": found.against_table if request.unique else None,
+        "repeated": found.repeated,
     }
     session.answer(document, *_dry_page(draft, found, request))
-    return 0 if found.total <= request.max_rejects else 1
+    return 1 if found.refused else 0
 
 
-def _read_all(draft: Draft) -> _Problems:
-    found = _Problems()
-    pin = draft.pin.detail
-    for task in draft.tasks:
-        for chunk in draft.files.read(pin, task.descriptor, None, draft.columns, BATCH_BYTES):
-            found.rows += chunk.batch.num_rows
-            found.total += len(chunk.rejects)
-            for reject in chunk.rejects[: KEPT_PROBLEMS - len(found.kept)]:
-                found.add(reject, draft.files.locate(pin, task.descriptor, reject.record))
-    return found
-
-
-def _dry_page(draft: Draft, found: _Problems, request: ImportRequest) -> list[Answer]:
+def _dry_page(draft: Draft, found: Rehearsal, request: ImportRequest) -> list[Answer]:
     columns = Grid(
         ("column", "type", "from"),
         [
@@ -287,15 +265,53 @@ def _dry_page(draft: Draft, found: _Problems, request: ImportRequest) -> list[An
         title=f"{plural(len(draft.pin.parts), 'input')} would go to {redact(request.target)} "
         f"in {plural(len(draft.tasks), 'task')}, mode {draft.mode}",
     )
-    parts: list[Answer] = [columns, line(f"{number(found.rows)} rows fit, {number(found.total)} do not")]
-    if found.kept:
-        shown = found.kept[:SHOWN_PROBLEMS]
-        rows = [(p["input"], str(p["line"]), p["column"] or "", p["reason"]) for p in shown]
-        parts.append(Grid(("~input", ">line", "column", "reason"), rows))
-        if found.total > len(shown):
-            parts.append(line(f"… and {number(found.total - len(shown))} more; --json lists {KEPT_PROBLEMS}"))
+    parts: list[Answer] = [
+        columns,
+        line(f"{number(found.rows)} rows fit, {number(found.rejected)} do not"),
+        *_problem_grid(found.problems, found.rejected),
+    ]
+    if request.unique:
+        parts.append(line(_duplicates(found, request)))
+        parts += _problem_grid(found.repeated, found.duplicates)
+    parts += [line(Span("the import would fail: ", "red"), why) for why in _objections(found, request)]
     parts.append(Line([Span("nothing was created: this was a dry run", "dim")]))
     return parts
+
+
+def _problem_grid(problems: list[dict[str, Any]], total: int) -> Iterator[Answer]:
+    if not problems:
+        return
+    shown = problems[:SHOWN_PROBLEMS]
+    rows = [(p["input"], str(p["line"]), p["column"] or "", p["reason"]) for p in shown]
+    yield Grid(("~input", ">line", "column", "reason"), rows)
+    if total > len(shown):
+        more = number(total - len(shown))
+        yield line(f"… and {more} more; --json lists {number(min(total, KEPT_PROBLEMS))}")
+
+
+def _duplicates(found: Rehearsal, request: ImportRequest) -> str:
+    key = ", ".join(request.unique)
+    if not found.duplicates:
+        return f"no row repeats the unique key {key}"
+    verb = "repeats" if found.duplicates == 1 else "repeat"
+    text = f"{plural(found.duplicates, 'row')} {verb} the unique key {key}"
+    if found.against_table:
+        text += f", {number(found.against_table)} of them that of a row in the table"
+    return text + {"keep-first": "; the first of each stays", "keep-last": "; the last of each stays"}.get(
+        request.on_duplicate, ""
+    )
+
+
+def _objections(found: Rehearsal, request: ImportRequest) -> Iterator[str]:
+    """Why the import would fail, if it would."""
+    policy = request.on_duplicate
+    if found.duplicates and policy == "error":
+        yield "--on-duplicate keep-first, keep-last or reject says what to do with rows that repeat a key"
+    if found.against_table and policy == "keep-last":
+        yield "what the table has is never taken back; use --on-duplicate keep-first"
+    counted = found.rejected + (found.duplicates if policy == "reject" else 0)
+    if counted > request.max_rejects:
+        yield f"{plural(counted, 'record')} would be rejected, and --max-rejects allows {request.max_rejects}"
 
 
 # Options

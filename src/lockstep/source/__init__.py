@@ -139,9 +139,22 @@ class Place:
 
     input: str
     line: int
+    in_table: bool = False
+    """True for a row of a data file of the target."""
 
     def __str__(self) -> str:
+        if self.in_table:
+            return f"row {self.line} of {self.input}, which is in the table"
         return f"{self.input} line {self.line}"
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """A record of a task that was looked up again: where it stands, and its text as people see it."""
+
+    record: int
+    place: Place
+    raw: str
 
 
 @dataclass(frozen=True)
@@ -257,6 +270,16 @@ class Input(Protocol):
 
     def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
         """Where a record of a task stands."""
+        ...
+
+    def recall(
+        self, pin: Json, descriptor: Json, records: Sequence[int], columns: Sequence[ColumnMap]
+    ) -> Iterator[Recalled]:
+        """Some records of a task, in ascending order, each once: the task is read once for all of them.
+
+        The text of a record is what the file has; a row of another format is shown as JSON.
+        Raises: Corrupt if the inputs have fewer records; Retryable if the storage does not answer.
+        """
         ...
 
     def close(self) -> None: ...

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import Corrupt, Invalid
 from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
-from lockstep.source import Chunk, ParseOptions, PartInfo, Pin, Place, SourceTable
+from lockstep.source import Chunk, ParseOptions, PartInfo, Pin, Place, Recalled, SourceTable
 from lockstep.source.files_avro import AvroRows
 from lockstep.source.files_blocks import Dialect, Records
 from lockstep.source.files_csv import CsvParser, dialect_of
@@ -34,8 +34,8 @@ from lockstep.source.files_open import (
     require_unchanged,
 )
 from lockstep.source.files_parquet import ParquetRows
-from lockstep.source.files_rows import RowFormat, locate_row, plan_rows, read_rows
-from lockstep.source.files_text import RecordFinder, TextReader, plan_text
+from lockstep.source.files_rows import RowFormat, locate_row, plan_rows, read_rows, recall_rows
+from lockstep.source.files_text import RecordFinder, TextReader, plan_text, recall_text
 from lockstep.source.parquet_footer import agreed
 from lockstep.storage import Storage, StoredFile
 
@@ -185,6 +185,15 @@ class FilesInput:
             reader = TextReader(self._storage, frozen.files, frozen.records, None)
             self._finders[task] = RecordFinder(reader, frozen.records, descriptor)
         return self._finders[task].find(record)
+
+    def recall(
+        self, pin: Json, descriptor: Json, records: Sequence[int], columns: Sequence[ColumnMap]
+    ) -> Iterator[Recalled]:
+        frozen = _Frozen.of(pin)
+        if (rows := _row_format_of(self._storage, frozen.format)) is not None:
+            return recall_rows(frozen.files, rows, descriptor, records, columns)
+        reader = TextReader(self._storage, frozen.files, frozen.records, None)
+        return recall_text(reader, frozen.records, descriptor, records)
 
     def close(self) -> None:
         self._finders.clear()

@@ -7,6 +7,7 @@ block it stands in.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -137,6 +138,19 @@ def shown_raw(record: bytes) -> str:
     """A record as text: bytes that are no UTF-8 as \\xNN, and not more than people will read."""
     text = record.rstrip(b"\r\n")[: 4 * RAW_CHARS].decode("utf-8", "backslashreplace")
     return text if len(text) <= RAW_CHARS else text[: RAW_CHARS - 1] + "…"
+
+
+def shown_row(row: pa.RecordBatch) -> str:
+    """A row of a format that is no text, as JSON: bytes as hexadecimal digits, dates as texts."""
+    try:
+        text = json.dumps(row.to_pylist()[0], ensure_ascii=False, default=_as_text)
+    except (ValueError, OverflowError):  # no UTF-8, or a date that Python does not have
+        text = "a row with values that cannot be shown"
+    return text if len(text) <= RAW_CHARS else text[: RAW_CHARS - 1] + "…"
+
+
+def _as_text(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def shown(value: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,11 @@ import pyarrow as pa
 from lockstep.arrow_types import conform
 from lockstep.errors import Corrupt
 from lockstep.job import ColumnMap, Json, Position, TaskSpec
-from lockstep.source import Chunk, Place, Reject, SourceColumn
-from lockstep.source.files_fit import RAW_CHARS
+from lockstep.source import Chunk, Place, Recalled, Reject, SourceColumn
+from lockstep.source.files_fit import shown_row
 from lockstep.source.files_open import RawFile
+
+RECALL_BATCH_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,33 @@ def locate_row(files: Sequence[RawFile], descriptor: Json, record: int) -> Place
     raise IndexError("the task has fewer records")
 
 
+def recall_rows(
+    files: Sequence[RawFile],
+    format: RowFormat,
+    descriptor: Json,
+    records: Sequence[int],
+    columns: Sequence[ColumnMap],
+) -> Iterator[Recalled]:
+    """Rows by their numbers, in ascending order. Pieces without one of them are not read."""
+    names = [column.source for column in columns if column.source is not None]
+    first = at = 0
+    for piece in row_pieces(descriptor):
+        end = first + piece.rows
+        if at < len(records) and records[at] < end:
+            row = first
+            for _, natural in format.batches(files[piece.file], piece, 0, names, RECALL_BATCH_BYTES):
+                while at < len(records) and records[at] < row + natural.num_rows:
+                    place = Place(files[piece.file].url, piece.row + records[at] - first + 1)
+                    yield Recalled(records[at], place, shown_row(natural.slice(records[at] - row, 1)))
+                    at += 1
+                row += natural.num_rows
+                if at == len(records):
+                    return
+        first = end
+    if at < len(records):
+        raise Corrupt(f"row {records[at]} of a task is not in its inputs any more", hint="import them anew")
+
+
 Why = tuple[str | None, str, str]
 """Column, reason and raw text of a row that does not fit."""
 
@@ -170,13 +199,5 @@ def _why(row: pa.RecordBatch, columns: Sequence[ColumnMap], error: Corrupt) -> W
         try:
             conform(row, [column])
         except Corrupt as alone:
-            return column.source or column.target, alone.message, _shown_row(row)
-    return None, error.message, _shown_row(row)
-
-
-def _shown_row(row: pa.RecordBatch) -> str:
-    try:
-        text = str(row.to_pylist()[0])
-    except (ValueError, OverflowError):  # no UTF-8, or a date that Python does not have
-        text = "a row with values that cannot be shown"
-    return text if len(text) <= RAW_CHARS else text[: RAW_CHARS - 1] + "…"
+            return column.source or column.target, alone.message, shown_row(row)
+    return None, error.message, shown_row(row)

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from lockstep.errors import Corrupt
 from lockstep.job import Json, Position, TaskSpec
-from lockstep.source import Chunk, Place, Reject
+from lockstep.source import Chunk, Place, Recalled, Reject
 from lockstep.source.files_blocks import Records, count_lines, cuts, line_ends, whole_records
-from lockstep.source.files_fit import Fitted, Parser, fit
+from lockstep.source.files_fit import Fitted, Parser, fit, shown_raw
 from lockstep.source.files_open import OpenFile, RawFile
 from lockstep.storage import Storage
 
@@ -215,7 +215,7 @@ class RecordFinder:
     def _read_on(self, record: int) -> None:
         file, line, block = next(self._blocks, (None, 0, b""))
         if file is None:
-            raise Corrupt(f"record {record} of a task is not in its inputs any more", hint="import them anew")
+            raise _gone(record)
         first = self._known[-1].first + self._known[-1].count if self._known else 0
         count = self._records.count_if_one_line_each(block)
         lines = None
@@ -225,6 +225,33 @@ class RecordFinder:
             count = len(begins)
         if count:
             self._known.append(_Places(first, count, file.url, line, lines))
+
+
+def recall_text(
+    reader: TextReader, kind: Records, descriptor: Json, records: Sequence[int]
+) -> Iterator[Recalled]:
+    """Records by their numbers, in ascending order. A block without one of them is only counted."""
+    first = at = 0
+    for file, line, block in reader.blocks(descriptor):
+        if at == len(records):
+            return
+        count = kind.count_if_one_line_each(block)
+        if count is not None and records[at] >= first + count:
+            first += count
+            continue
+        spans, ends = kind.spans(block), line_ends(block)
+        while at < len(records) and records[at] < first + len(spans):
+            begin, end = spans[records[at] - first]
+            place = Place(file.url, line + int(np.searchsorted(ends, begin, "right")))
+            yield Recalled(records[at], place, shown_raw(block[begin:end]))
+            at += 1
+        first += len(spans)
+    if at < len(records):
+        raise _gone(records[at])
+
+
+def _gone(record: int) -> Corrupt:
+    return Corrupt(f"record {record} of a task is not in its inputs any more", hint="import them anew")
 
 
 def _rejects(fitted: Fitted, block: bytes, record: int, line: int) -> Iterator[Reject]:

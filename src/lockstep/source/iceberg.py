@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.arrow_types import arrow_type, type_text
 from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
 from lockstep.job import ColumnMap, Json, Piece, Position, TaskSpec
-from lockstep.source import Chunk, PartInfo, PartitionInfo, Pin, Place, SourceColumn, SourceField, SourceTable
+from lockstep.source import (
+    Chunk,
+    PartInfo,
+    PartitionInfo,
+    Pin,
+    Place,
+    Recalled,
+    SourceColumn,
+    SourceField,
+    SourceTable,
+)
 from lockstep.source.extent import bounds_of, distinct
+from lockstep.source.files_fit import shown_row
 from lockstep.source.iceberg_rows import FileReader, Rows
 from lockstep.source.iceberg_scan import ScanFile, equality_fields, scan_files
 from lockstep.storage import Storage
@@ -326,6 +337,24 @@ class IcebergInput(IcebergSource):
                 return Place(piece["file"]["path"], piece["first_row"] + left + 1)
             left -= piece["rows"]
         raise Corrupt(f"record {record} lies outside of its task")
+
+    def recall(
+        self, pin: Json, descriptor: Json, records: Sequence[int], columns: Sequence[ColumnMap]
+    ) -> Iterator[Recalled]:
+        import numpy as np
+
+        found = 0
+        for chunk in self.read(pin, descriptor, None, columns, PLANNING_BATCH_BYTES):
+            assert chunk.records is not None
+            numbers = chunk.records.to_numpy()
+            for at in np.flatnonzero(np.isin(numbers, records)).tolist():
+                record = int(numbers[at])
+                place = self.locate(pin, descriptor, record)
+                yield Recalled(record, place, shown_row(chunk.batch.slice(at, 1)))
+                found += 1
+            if found == len(records):
+                return
+        raise Corrupt(f"row {records[found]} of a task is not in its files any more")
 
 
 def _task(pieces: Sequence[Json], size_bytes: int) -> TaskSpec:
