@@ -124,7 +124,9 @@ class ImportLab:
 
     def plan(self, *inputs: str, parse: ParseOptions | None = None, **options: Any) -> Job:
         request = self.request(*inputs, parse=parse, **options)
-        return plan_import(request, self.config, self.store, self.clock)[0]
+        job = plan_import(request, self.config, self.store, self.clock).job
+        assert job is not None, "there was nothing to import"
+        return job
 
     def rehearse(
         self, *inputs: str, most_listed: int = 1000, parse: ParseOptions | None = None, **options: Any

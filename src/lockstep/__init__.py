@@ -118,6 +118,7 @@ def import_files(
 ) -> Export:
     """Record one job that imports raw files, or a table; `wait()` on the answer runs it.
 
+    With `on_existing="skip"` inputs that were imported before are left out; if none is left there is no job.
     `parse` are the fields of `ParseOptions`: format, delimiter, quote, escape, header, null, compression,
     skip, limit, schema. Raises: Invalid or Conflict, with nothing created.
     """
@@ -145,8 +146,8 @@ def import_files(
         allow_lossy,
         ignore_extra,
     )
-    job, _ = plan_import(request, settings, store)
-    return Export(settings, store, [job.job_id])
+    job = plan_import(request, settings, store).job
+    return Export(settings, store, [] if job is None else [job.job_id])
 
 
 def jobs(config: Path | str | None = None) -> list[Job]:

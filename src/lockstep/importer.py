@@ -5,11 +5,11 @@ Either the job is created, or nothing is: no job, no table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from lockstep.config import Config, expand, protect
 from lockstep.errors import Conflict, Invalid
@@ -33,7 +33,7 @@ from lockstep.target import Target, TargetTable, open_target
 
 MODES: Final = ("auto", "direct", "merge")
 ON_DUPLICATE: Final = ("error", "keep-first", "keep-last", "reject")
-ON_EXISTING: Final = ("error", "append")
+ON_EXISTING: Final = ("error", "skip", "append")
 FORMATS: Final = ("csv", "json", "parquet", "avro")
 TASK_BYTES: Final = 128_000_000
 LEAST_TASK_BYTES: Final = 16_000_000
@@ -61,6 +61,22 @@ class ImportRequest:
 
 
 @dataclass(frozen=True)
+class SkippedInput:
+    """An input that was left out, because a job has imported it, or is about to."""
+
+    input: str
+    reason: str
+    job_id: str
+
+
+class PlannedImport(NamedTuple):
+    job: Job | None
+    """None if there was nothing left to import."""
+    created_table: bool
+    skipped: Sequence[SkippedInput]
+
+
+@dataclass(frozen=True)
 class Draft:
     """An import that is checked and cut into tasks, but not recorded yet."""
 
@@ -73,18 +89,21 @@ class Draft:
     pin: Pin
     tasks: list[TaskSpec]
     beside: frozenset[str] = frozenset()
+    skipped: Sequence[SkippedInput] = ()
 
 
 def plan_import(
     request: ImportRequest, config: Config, store: JobStore, clock: Clock = SYSTEM_CLOCK
-) -> tuple[Job, bool]:
+) -> PlannedImport:
     """Validate the request, note the identity of its inputs, and create its job.
 
-    Answers with the job, and whether its table was created. Raises: Invalid if anything does not fit;
-    Conflict if one of the inputs was imported into this table before.
+    Raises: Invalid if anything does not fit; Conflict if one of the inputs was imported into this table
+    before, and the request does not say what to do then.
     """
     with ExitStack() as undo:
         draft, target = draft_import(request, config, store, clock, undo)
+        if draft.skipped and not draft.pin.parts:
+            return PlannedImport(None, False, draft.skipped)
         created = draft.head.uuid == UNBORN
         head = draft.head
         if created:
@@ -104,7 +123,7 @@ def plan_import(
         new = NewJob(job_id, new_id(), plan, holding, draft.tasks, draft.beside)
         job = store.create([new])[0]
         undo.pop_all()
-        return job, created
+        return PlannedImport(job, created, draft.skipped)
 
 
 def draft_import(
@@ -133,10 +152,16 @@ def draft_import(
     _check_names(request.unique, "--unique", head.schema)
     pin = files.freeze()
     _refuse_own_inputs(terms.rejects, pin)
-    beside = frozenset[str]() if existing is None else _beside(request, store, head, pin)
-    tasks = _tasks(files, pin)
+    beside = frozenset[str]()
+    skipped: list[SkippedInput] = []
+    if existing is not None and request.on_existing == "skip":
+        skipped = list(_there_already(store, head, pin))
+        pin = files.without(pin, {one.input for one in skipped})
+    elif existing is not None:
+        beside = _beside(request, store, head, pin)
+    tasks = _tasks(files, pin) if pin.parts or not skipped else []
     terms = replace(terms, rows_estimate=sum(task.rows for task in tasks))
-    return Draft(files, table, head, columns, terms, mode, pin, tasks, beside), target
+    return Draft(files, table, head, columns, terms, mode, pin, tasks, beside, skipped), target
 
 
 def _check_request(request: ImportRequest) -> None:
@@ -306,6 +331,14 @@ def _scope(head: TargetTable) -> str:
     return f"import|{head.uuid}"
 
 
+def _there_already(store: JobStore, head: TargetTable, pin: Pin) -> Iterator[SkippedInput]:
+    """The inputs that a job has imported into this table, or is about to."""
+    held = {piece.name: job for job in store.holders(_scope(head)) for piece in job.holding.pieces}
+    for part in pin.parts:
+        if (job := held.get(part.piece.name)) is not None:
+            yield SkippedInput(part.name, f"job {job.job_id} is {job.state}", job.job_id)
+
+
 def _beside(request: ImportRequest, store: JobStore, head: TargetTable, pin: Pin) -> frozenset[str]:
     """The earlier jobs that `--on-existing append` accepts. Raises: Conflict unless it was said."""
     wanted = Holding(_scope(head), False, tuple(part.piece for part in pin.parts))
@@ -320,8 +353,8 @@ def _beside(request: ImportRequest, store: JobStore, head: TargetTable, pin: Pin
                 f"{names[shared.name]} is {'being' if job.state.live else 'already'} imported into "
                 f"{request.target} by job {job.job_id} ({job.state})",
                 job_id=job.job_id,
-                hint="import other files"
-                + ("" if job.state.live else ", or pass --on-existing append to have its rows twice"),
+                hint="pass --on-existing skip to leave it out"
+                + ("" if job.state.live else ", or append to have its rows twice"),
             )
         beside.add(job.job_id)
     return frozenset(beside)

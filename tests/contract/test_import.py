@@ -19,6 +19,7 @@ import pytest
 
 from lockstep import importer, review
 from lockstep.errors import Conflict, Invalid
+from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import RUN, Job, State
 from lockstep.review import sortedness, tally
 from lockstep.source import ParseOptions
@@ -255,6 +256,53 @@ def test_the_same_file_is_not_imported_twice_unless_that_is_said(lab: ImportLab)
     lab.write("a.csv", "id,k\n3,4\n5,6\n")
     assert lab.run("a.csv", mode="direct").state is State.COMPLETED
     assert len(lab.rows()) == 4
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_inputs_that_were_imported_before_can_be_skipped(lab: ImportLab, format: str) -> None:
+    def write(name: str, *ids: int) -> None:
+        rows = {"id": ids, "k": [n * 2 for n in ids]}
+        if format == "parquet":
+            pq.write_table(pa.table(rows), lab.folder / f"in/{name}.parquet", row_group_size=1)
+        else:
+            lab.write(f"in/{name}.csv", "id,k\n" + "".join(f"{n},{2 * n}\n" for n in ids))
+
+    def skipped(*inputs: str) -> PlannedImport:
+        request = lab.request(*inputs, sort_by=("id",), on_existing="skip")
+        return plan_import(request, lab.config, lab.store, lab.clock)
+
+    (lab.folder / "in").mkdir()
+    write("b", 2, 3)
+    first = lab.plan("in", sort_by=("id",))
+    again = skipped("in")
+    assert again.job is None, "a job that is still at it counts as well"
+    assert [(Path(one.input).stem, one.job_id) for one in again.skipped] == [("b", first.job_id)]
+    assert lab.finish(first).state is State.COMPLETED
+
+    write("a", 1)
+    write("c", 4, 5)
+    second = skipped("in")
+    assert [Path(one.input).stem for one in second.skipped] == ["b"]
+    assert second.job is not None
+    assert lab.finish(second.job).state is State.COMPLETED
+    assert sorted(row["id"] for row in lab.rows()) == [1, 2, 3, 4, 5]
+
+    before = lab.store.list()
+    third = skipped("in")
+    assert (third.job, third.created_table) == (None, False)
+    assert {one.job_id for one in third.skipped} == {first.job_id, second.job.job_id}
+    assert lab.store.list() == before
+    assert len(lab.table().metadata.snapshots) == 2
+    found = lab.rehearse("in", on_existing="skip")
+    assert (found.rows, found.refused) == (0, False)
+
+
+def test_a_failed_import_does_not_make_its_inputs_skipped(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,1\n")
+    assert lab.run("a.csv", sort_by=("k",)).state is State.COMPLETED
+    lab.write("b.csv", "id,k\n2,many\n")
+    assert lab.run("b.csv").state is State.FAILED
+    assert lab.run("b.csv", on_existing="skip", max_rejects=1).state is State.COMPLETED
 
 
 def test_a_killed_import_has_published_nothing_and_leaves_no_runs(lab: ImportLab) -> None:

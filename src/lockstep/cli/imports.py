@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +23,7 @@ from lockstep.job import Job, State
 from lockstep.view import job_document
 
 if TYPE_CHECKING:
-    from lockstep.importer import Draft, ImportRequest
+    from lockstep.importer import Draft, ImportRequest, PlannedImport, SkippedInput
     from lockstep.rehearsal import Rehearsal
 
 SHOWN_PROBLEMS: Final = 20
@@ -52,6 +52,7 @@ class OnDuplicate(StrEnum):
 
 class OnExisting(StrEnum):
     ERROR = "error"
+    SKIP = "skip"
     APPEND = "append"
 
 
@@ -169,28 +170,47 @@ def _run(session: Session, request: ImportRequest, detach: bool) -> int:
     from lockstep.importer import plan_import
 
     with signals_interrupt(), nothing_created(), session.side.busy("validating the inputs"):
-        job, created = plan_import(request, session.config, session.store, session.clock)
-    if created:
+        planned = plan_import(request, session.config, session.store, session.clock)
+    session.remark(*_skipped("skipped", planned.skipped))
+    if planned.created_table:
         session.remark(line(f"created the table {redact(request.target)}"))
+    job = planned.job
+    if job is None:
+        session.answer(_document(session, planned, None))
+        session.remark(line("there is nothing to import"))
+        return 0
     parts = plural(len(job.holding.pieces), "input")
     session.remark(line("job ", Span(job.job_id, "bold"), f": {parts} in {plural(job.tasks_total, 'task')}"))
     if detach:
-        session.answer(_document(session, job, created), job.job_id)
+        session.answer(_document(session, planned, job), job.job_id)
         session.remark(line("1 job for the workers: lockstep worker"))
         return 0
     try:
         job = work(session, "jobs_ended", [job.job_id])[0]
     except Interrupted:
         job = session.store.read(job.job_id)
-        session.answer(_document(session, job, created))
+        session.answer(_document(session, planned, job))
         session.remark(*ways_on([job] if job.state.live else []))
         return INTERRUPTED
-    session.answer(_document(session, job, created), *_closing(session, job))
+    session.answer(_document(session, planned, job), *_closing(session, job))
     return exit_code([job])
 
 
-def _document(session: Session, job: Job, created: bool) -> dict[str, Any]:
-    return {"jobs": [job_document(job)], "created_table": created, "summary": _summary(session, job)}
+def _document(session: Session, planned: PlannedImport, job: Job | None) -> dict[str, Any]:
+    return {
+        "jobs": [job_document(job)] if job is not None else [],
+        "skipped": [vars(skipped) for skipped in planned.skipped],
+        "created_table": planned.created_table,
+        "summary": _summary(session, job) if job is not None else None,
+    }
+
+
+def _skipped(verb: str, skipped: Sequence[SkippedInput]) -> Iterator[Line]:
+    """A line for each job that has some of the inputs."""
+    for reason in dict.fromkeys(one.reason for one in skipped):
+        names = [one.input for one in skipped if one.reason == reason]
+        what = names[0] if len(names) == 1 else f"{plural(len(names), 'input')}, {names[0]} first"
+        yield line(f"{verb} {what}: {reason}")
 
 
 def _summary(session: Session, job: Job) -> dict[str, Any] | None:
@@ -235,6 +255,7 @@ def _dry_run(session: Session, request: ImportRequest) -> int:
             found = rehearse(draft, request, session.config, KEPT_PROBLEMS)
     document = {
         "jobs": [],
+        "skipped": [vars(skipped) for skipped in draft.skipped],
         "created_table": False,
         "mode": draft.mode,
         "inputs": len(draft.pin.parts),
@@ -270,6 +291,7 @@ def _dry_page(draft: Draft, found: Rehearsal, request: ImportRequest) -> list[An
         line(f"{number(found.rows)} rows fit, {number(found.rejected)} do not"),
         *_problem_grid(found.problems, found.rejected),
     ]
+    parts[:0] = _skipped("would skip", draft.skipped)
     if request.unique:
         parts.append(line(_duplicates(found, request)))
         parts += _problem_grid(found.repeated, found.duplicates)

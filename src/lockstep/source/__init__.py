@@ -8,7 +8,7 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -248,6 +248,10 @@ class Input(Protocol):
 
         Whoever reads later and finds an input changed raises Corrupt.
         """
+        ...
+
+    def without(self, pin: Pin, names: Collection[str]) -> Pin:
+        """The same pin without some of its parts."""
         ...
 
     def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -122,6 +122,11 @@ class FilesInput:
             for file, piece in zip(files, pieces, strict=True)
         ]
         return Pin(detail, parts, sum(part.rows for part in parts))
+
+    def without(self, pin: Pin, names: Collection[str]) -> Pin:
+        parts = [part for part in pin.parts if part.name not in names]
+        files = [raw for raw in pin.detail["files"] if RawFile.from_json(raw).url not in names]
+        return Pin({**pin.detail, "files": files}, parts, sum(part.rows for part in parts))
 
     def _describe_rows(self, format: RowFormat) -> Described:
         files = [RawFile(file.url, file.size_bytes, "") for file in self._files]

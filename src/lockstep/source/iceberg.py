@@ -7,7 +7,7 @@ no catalog. Expiry of the snapshot deletes its files: a job that still reads the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -325,6 +325,10 @@ class IcebergInput(IcebergSource):
             for file in self._files
         ]
         return Pin(self._detail(self._files), found, sum(part.rows for part in found))
+
+    def without(self, pin: Pin, names: Collection[str]) -> Pin:
+        parts = [part for part in pin.parts if part.name not in names]
+        return Pin(pin.detail, parts, sum(part.rows for part in parts))
 
     def _part_name(self, file: ScanFile) -> str:
         return file.path
