@@ -95,13 +95,13 @@ class Troupe:
         self._players += 1
         return self._zygote.start(on_stage, self._folder, environment, log, play, *arguments)
 
-    def has_reached(self, failpoint: str) -> bool:
+    def has_reached(self, failpoint: str, times: int = 1) -> bool:
         count = self._counts / failpoint
-        return count.exists() and count.stat().st_size > 0
+        return count.exists() and count.stat().st_size >= times
 
-    def wait_for(self, failpoint: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, failpoint: str, timeout_s: float = 60.0, *, times: int = 1) -> None:
         deadline = time.monotonic() + timeout_s
-        while not self.has_reached(failpoint):
+        while not self.has_reached(failpoint, times):
             assert time.monotonic() < deadline, f"{failpoint} was not reached\n{self.said()}"
             time.sleep(0.02)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.job import State, TaskState
+from tests.kills import kill_in_time
 from tests.lab import Lab
 from tests.object_servers import Proxy, Toxiproxy
 from tests.players import Troupe, toil
@@ -87,12 +88,31 @@ def half_open(proxy: Proxy) -> Iterator[None]:
     proxy.clean()
 
 
-def ask_for_export(lab: Lab) -> str:
-    lab.make_events(parts=6, rows=4000)
-    target = "iceberg://lake/db.events"
+SLOW = {"latency": {"latency": 40, "jitter": 20}, "bandwidth": {"rate": 60}}
+"""Milliseconds for each way of each packet; kilobytes a second."""
+
+
+@contextmanager
+def slow(proxy: Proxy, kind: str) -> Iterator[None]:
+    for stream in ("upstream", "downstream"):
+        proxy.add(kind, stream, **SLOW[kind])
+    yield
+    proxy.clean()
+
+
+def ask_for_export(lab: Lab, table: str = "events", parts: int = 6, rows: int = 4000) -> str:
+    lab.make_events(table, parts=parts, rows=rows)
+    target = f"iceberg://lake/db.{table}"
     options = ("--all", "--create", "--detach", "--file-size", "20KB")
-    (job,) = lab.document("export", lab.source(), target, *options)["jobs"]
+    (job,) = lab.document("export", lab.source(table), target, *options)["jobs"]
     return str(job["job_id"])
+
+
+def with_a_far_store(lab: Lab, direct: str, url: str) -> str:
+    """The same settings, with another way to the store; answers the name of the file."""
+    settings = (lab.folder / "lockstep.toml").read_text()
+    (lab.folder / "far.toml").write_text(settings.replace(direct, url))
+    return "far.toml"
 
 
 def some_are_done(lab: Lab, job_id: str) -> bool:
@@ -135,11 +155,10 @@ def test_a_worker_that_was_cut_off_longer_than_its_lease_changes_nothing_when_it
 ) -> None:
     direct, url, proxy = ways.to(store, tmp_path.name)
     lab = Lab(tmp_path, chdb_folder, direct, limits=LIMITS)
-    settings = (tmp_path / "lockstep.toml").read_text()
-    (tmp_path / "far.toml").write_text(settings.replace(direct, url))
+    far = with_a_far_store(lab, direct, url)
     job_id = ask_for_export(lab)
     troupe = Troupe(zygote, tmp_path)
-    cut_off = troupe.play(toil, "far.toml")
+    cut_off = troupe.play(toil, far)
     try:
         lab.wait_until(lambda: some_are_done(lab, job_id), WAIT_S)
         with cut(proxy):
@@ -154,4 +173,32 @@ def test_a_worker_that_was_cut_off_longer_than_its_lease_changes_nothing_when_it
     assert lab.store().read(job_id) == job
     check_always_true(lab.store())
     lab.assert_exact()
+    lab.close()
+
+
+@pytest.mark.parametrize("fault", SLOW)
+@pytest.mark.parametrize("store", ["postgresql", "zookeeper"])
+def test_a_slow_way_to_the_store_costs_time_and_no_attempt_and_a_kill_is_heard(
+    tmp_path: Path, chdb_folder: Path, zygote: Zygote, ways: Ways, store: str, fault: str
+) -> None:
+    direct, url, proxy = ways.to(store, tmp_path.name)
+    lab = Lab(tmp_path, chdb_folder, direct, limits=LIMITS)
+    far = with_a_far_store(lab, direct, url)
+    job_id = ask_for_export(lab, parts=3, rows=1000)
+    troupe = Troupe(zygote, tmp_path)
+    with slow(proxy, fault):
+        # The three tasks of this job pass; that of the next one hangs.
+        worker = troupe.play(toil, far, failpoints="write.before_finish=sleep:600@4")
+        try:
+            job = lab.wait_for_end(job_id, WAIT_S)
+            hangs = ask_for_export(lab, "hangs", parts=1, rows=10)
+            troupe.wait_for("write.before_finish", WAIT_S, times=4)
+            kill_in_time(lab, troupe, hangs, worker, "--config", far)
+        finally:
+            worker.kill_group()
+    assert job.state is State.COMPLETED, job.error
+    assert job.attempts == job.tasks_total, "a slow store has cost an attempt"
+    check_always_true(lab.store())
+    lab.assert_exact()
+    assert lab.lineage("db.hangs") == []
     lab.close()
