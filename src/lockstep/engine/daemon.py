@@ -6,14 +6,48 @@ all workers share the memory of the code.
 
 from __future__ import annotations
 
-import clickhouse_connect.driver.httpclient  # noqa: F401
-import pyarrow.parquet  # noqa: F401
-import pyspark.worker  # noqa: F401
-from pyspark.daemon import manager
+import ctypes
+import importlib
+import os
+from typing import Final
 
-import lockstep.sink.datafile
-import lockstep.source.clickhouse
-import lockstep.source.parquet  # noqa: F401
+LOADED: Final = (
+    "clickhouse_connect.driver.httpclient",
+    "pyarrow.parquet",
+    "pyspark.worker",
+    "lockstep.sink.datafile",
+    "lockstep.sink.run",
+    "lockstep.source.clickhouse",
+    "lockstep.source.files",
+    "lockstep.source.parquet",
+)
+# Numbers of settings in glibc's mallopt.
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+_KEPT_BYTES: Final = 1 << 30
+
+
+def keep_memory() -> None:
+    """Let freed memory stay with the process, for a task uses the same amount over and over.
+
+    To give pages back to the system and to fetch them again took a quarter of an import's time. What a
+    worker holds at most is what its tasks may use. Arrow reads its setting as it is loaded.
+    """
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries than glibc have none
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def main() -> None:
+    keep_memory()
+    for name in LOADED:
+        importlib.import_module(name)
+    from pyspark.daemon import manager
+
+    manager()  # type: ignore[no-untyped-call]
+
 
 if __name__ == "__main__":
-    manager()  # type: ignore[no-untyped-call]
+    main()

@@ -27,6 +27,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
@@ -45,7 +46,10 @@ _NO_RECORD: Final = re.compile(rb"[\r\n]*+")
 _ROW: Final = re.compile(r"Row #(\d+):")
 _COLUMN: Final = re.compile(r"In CSV column #(\d+):")
 _WIDTH: Final = re.compile(r"Expected (\d+) columns, got (\d+)")
-_HEXADECIMAL: Final = (b"0x", b"0X")
+_ZERO: Final = ord("0")
+_X: Final = ord("x")
+_LOWER_CASE: Final = 0x20
+_SEARCHED_AT_ONCE: Final = 1 << 17
 
 
 def dialect_of(options: ParseOptions, delimiter: str) -> Dialect:
@@ -169,8 +173,7 @@ class CsvParser:
 
     def _refuse_hexadecimal(self, block: bytes, quoted: bool) -> None:
         """Arrow takes 0xFF for a whole number, and 0xFFFFFFFFFFFFFFFF for -1."""
-        # One letter is looked for ten times as fast as two.
-        if not self._integers or not any(mark[1:] in block and mark in block for mark in _HEXADECIMAL):
+        if not self._integers or not _has_hexadecimal(block):
             return
         for name, texts in self._read(block, self._integers, quoted, as_texts=True).items():
             refuse_where(pc.match_substring_regex(texts, "[xX]"), self._column_at(name))
@@ -223,6 +226,16 @@ class CsvParser:
         if text != raw:
             return Misfit(column.source, f"{shown(text)} is not valid UTF-8")
         return Misfit(column.source, f"{shown(text)} {misfit_reason(text, column.type)}")
+
+
+def _has_hexadecimal(block: bytes) -> bool:
+    """Whether 0x or 0X stands anywhere. Several times as fast as a search for them where many x are about."""
+    view = np.frombuffer(block, np.uint8)
+    for start in range(0, len(view), _SEARCHED_AT_ONCE):
+        piece = view[start : start + _SEARCHED_AT_ONCE + 1]
+        if (((piece[1:] | _LOWER_CASE) == _X) & (piece[:-1] == _ZERO)).any():
+            return True
+    return False
 
 
 def _fields(count: int) -> str:
