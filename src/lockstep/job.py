@@ -107,6 +107,13 @@ RUN: Final = "run"
 KEYS: Final = "keys"
 REJECTS: Final = "rejects"
 LOSERS: Final = "losers"
+DROPPED: Final = "dropped"
+"""In the position of a task that merges: the rows that were left out so far."""
+
+
+def _multiplier(name: str) -> int:
+    """Odd, so that nothing of a column is lost; of each name another one, so that no two can be swapped."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") | 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,10 @@ class Fingerprint:
             self.rows + other.rows,
             {n: (self.columns.get(n, 0) + other.columns.get(n, 0)) % 2**64 for n in names},
         )
+
+    def folded(self) -> int:
+        """All columns in one 64-bit number that adds up as they do: where there is no room for each."""
+        return sum(value * _multiplier(name) for name, value in self.columns.items()) % 2**64
 
     def to_json(self) -> Json:
         return {"rows": self.rows, "columns": {n: f"{h:016x}" for n, h in self.columns.items()}}

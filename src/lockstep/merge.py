@@ -19,7 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lockstep.errors import Corrupt
-from lockstep.job import RUN, Json, Plan, Position, SortKey
+from lockstep.fingerprint import fingerprint
+from lockstep.job import DROPPED, RUN, Json, Plan, Position, SortKey
 from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, key_to_json, order, visible
 from lockstep.sink.run import order_of, unique_of
 from lockstep.source import Chunk
@@ -70,10 +71,14 @@ class MergeReader:
         Raises: Corrupt if a run is not what was listed; Retryable if the storage does not answer.
         """
         losers = Losers.load(descriptor["losers"], self._storage)
+        dropped = Dropped.after(position)
         for window in self.windows(descriptor, position):
-            kept = [losers.dropped(batch) for batch in window.batches] if losers else window.batches
+            kept, after = window.batches, window.position
+            if losers is not None:
+                kept = [dropped.without(batch, losers.among(batch)) for batch in window.batches]
+                after = {**after, DROPPED: dropped.to_json()}
             pieces = [piece for batch in kept for piece in _pieces(visible(batch), batch_bytes)]
-            yield from _chunks(pieces, window.position)
+            yield from _chunks(pieces, after)
 
     def read_whole(self, descriptor: Json, position: Position | None, batch_bytes: int) -> Iterator[Chunk]:
         """As `read`, with hidden columns: what a combining task writes into a longer run."""
@@ -373,8 +378,8 @@ class Losers:
             np.bitwise_or.at(bits, at >> 3, np.left_shift(1, at & 7).astype(np.uint8))
         return cls(bases, ends, bits)
 
-    def dropped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch without its losers."""
+    def among(self, batch: pa.RecordBatch) -> npt.NDArray[np.bool_] | None:
+        """Which rows of the batch lose; None if none does."""
         task = batch.column(TASK).to_numpy().astype(np.int64)
         record = batch.column(RECORD).to_numpy()
         known = task < len(self.ends)
@@ -382,7 +387,33 @@ class Losers:
         known &= record < self.ends[safe]
         at = np.where(known, self.bases[safe] + record, 0)
         lost = known & (self.bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).astype(np.bool_)
-        return batch if not lost.any() else batch.filter(pa.array(~lost))
+        return lost if lost.any() else None
+
+
+@dataclass
+class Dropped:
+    """The rows that a task has left out so far. It stands in the position: what was read, what was written
+    and what was left out are one record, so that the three can be compared when the job is published."""
+
+    rows: int = 0
+    folded: int = 0
+
+    @classmethod
+    def after(cls, position: Position | None) -> Dropped:
+        raw = (position or {}).get(DROPPED)
+        return cls(raw["rows"], int(raw["folded"], 16)) if raw else cls()
+
+    def to_json(self) -> Json:
+        return {"rows": self.rows, "folded": f"{self.folded:016x}"}
+
+    def without(self, batch: pa.RecordBatch, lost: npt.NDArray[np.bool_] | None) -> pa.RecordBatch:
+        """The batch without these rows, which are counted."""
+        if lost is None:
+            return batch
+        gone = fingerprint(visible(batch.filter(pa.array(lost))))
+        self.rows += gone.rows
+        self.folded = (self.folded + gone.folded()) % 2**64
+        return batch.filter(pa.array(~lost))
 
 
 def _numbers(paths: Sequence[str], storage: Storage) -> Iterator[tuple[Numbers, Numbers]]:

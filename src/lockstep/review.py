@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.config import Config, expand
 from lockstep.errors import ErrorInfo
-from lockstep.job import DATA, LOSERS, REJECTS, RUN, Fingerprint, ImportTerms, Job, Json, StagedFile
+from lockstep.job import DATA, DROPPED, LOSERS, REJECTS, RUN, Fingerprint, ImportTerms, Job, Json, StagedFile
 from lockstep.places import COLUMNS, Places, duplicate_row, recall_duplicates, reject_row, winner_of
 from lockstep.source import Place, open_frozen
 from lockstep.store import JobStore
@@ -302,13 +302,32 @@ def _does_not_add_up(job: Job, store: JobStore) -> ErrorInfo | None:
     expected = sum(file.rows for file in runs) - counted.duplicates
     if counted.written != expected:
         return _miscounted(f"{counted.written} rows were merged, but {expected} were to be")
-    if counted.duplicates:
-        return None
     before = sum((file.fingerprint for file in runs), Fingerprint())
     data = (file for file in store.manifest(job.job_id, job.plan.stages[-1]) if file.kind == DATA)
     after = sum((file.fingerprint for file in data), Fingerprint())
+    if counted.duplicates:
+        return _differs_by_others(before, after, job, store, counted.duplicates)
     differ = [name for name, value in before.columns.items() if after.columns.get(name) != value]
     return _miscounted(f"columns {', '.join(differ)} changed in the merge") if differ else None
+
+
+def _differs_by_others(
+    before: Fingerprint, after: Fingerprint, job: Job, store: JobStore, duplicates: int
+) -> ErrorInfo | None:
+    """Rows that were read must be those that were written and those that lost, by their values too."""
+    positions = [task.position for task in store.tasks(job.job_id, job.plan.stages[-1]) if task.position]
+    if not all(DROPPED in position for position in positions):
+        return None  # merged by a version that did not sum them up
+    dropped = [position[DROPPED] for position in positions]
+    rows = sum(one["rows"] for one in dropped)
+    if rows != duplicates:
+        return _miscounted(f"{rows} rows were left out of the merge, but {duplicates} have lost")
+    left_out = sum(int(one["folded"], 16) for one in dropped)
+    if (after.folded() + left_out - before.folded()) % 2**64:
+        return _miscounted(
+            "the rows that were merged and those that were left out are not those that were read"
+        )
+    return None
 
 
 def _miscounted(what: str) -> ErrorInfo:

@@ -370,7 +370,9 @@ def repeated_in_table(
         return None
     losers = Losers.load([file.path for file in files if file.kind == LOSERS and file.rows], storage)
     for chunk in UniqueReader(plan, storage).read(descriptor, None, TABLE_BATCH_BYTES):
-        rows = losers.dropped(chunk.batch) if losers is not None else chunk.batch
+        rows = chunk.batch
+        if losers is not None and (lost := losers.among(rows)) is not None:
+            rows = rows.filter(pa.array(~lost))
         for row in rows.filter(rows.column(WINNER_TASK).is_null()).slice(0, 1).to_pylist():
             return Duplicate(row[TASK], row[RECORD], None, row[WINNER_RECORD], row[WINNER_FILE])
     return None

@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from lockstep import importer, review
 from lockstep.errors import Conflict, Invalid
 from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import RUN, Job, State
+from lockstep.merge import MergeReader
 from lockstep.review import sortedness, tally
-from lockstep.source import ParseOptions
+from lockstep.source import Chunk, ParseOptions
 from tests.import_lab import TARGET, ImportLab
 
 Row = tuple[int, int, str]
@@ -505,6 +507,29 @@ def test_of_equal_keys_the_first_or_the_last_stays_whatever_the_buffers_and_cras
     assert sorted(published(lab)) == sorted(expected.values())
     assert tally(job, lab.store).duplicates == len(rows) - len(expected)
     assert lab.left_over() == []
+
+
+def test_a_row_that_takes_the_place_of_another_in_the_merge_is_noticed_beside_losers_too(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = MergeReader.read
+
+    def mistaken(self: MergeReader, *where: Any) -> Iterator[Chunk]:
+        """The first row twice, and not the last one."""
+        for chunk in read(self, *where):
+            rows = chunk.batch
+            wrong = pa.concat_batches([rows.slice(0, 1), rows.slice(0, rows.num_rows - 1)])
+            yield Chunk(wrong if rows.num_rows > 1 else rows, chunk.position)
+
+    lab.write("a.csv", as_csv(some_rows(300, keys=200)))
+    asked: dict[str, Any] = {"unique": ("k",), "on_duplicate": "keep-first", "sort_by": ("id",)}
+    assert lab.run("a.csv", **asked, target="iceberg://lake/db.right").state is State.COMPLETED
+    monkeypatch.setattr(MergeReader, "read", mistaken)
+    job = lab.run("a.csv", **asked)
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert (job.error.cls, "not those that were read" in job.error.message) == ("Corrupt", True)
+    assert lab.rows() == []
 
 
 def test_a_duplicate_fails_the_job_and_both_rows_are_named_by_file_and_line(lab: ImportLab) -> None:
