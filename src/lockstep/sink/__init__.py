@@ -1,6 +1,7 @@
 """Where a task puts its rows: finished files that no reader can see yet.
 
-Implementations: `datafile` (Parquet data files in the table's location).
+Implementations: `datafile` (Parquet data files in the table's location) and `run` (sorted runs beside them).
+`losers` and `rejects` take what an import leaves out.
 """
 
 from __future__ import annotations
