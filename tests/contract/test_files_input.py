@@ -6,6 +6,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import os
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
@@ -243,7 +244,9 @@ GOOD = [
     ("date", "0001-01-01", date(1, 1, 1)),
     ("time", "12:34:56.000001", time(12, 34, 56, 1)),
     ("timestamp", "2024-02-29T12:34:56.123456", datetime(2024, 2, 29, 12, 34, 56, 123456)),
+    ("timestamp", "2024-02-29T12:34:56.123456000", datetime(2024, 2, 29, 12, 34, 56, 123456)),
     ("timestamp", "2024-02-29", datetime(2024, 2, 29)),
+    ("timestamptz", "2024-02-29 12:34:56.0000000000+01:30", datetime(2024, 2, 29, 11, 4, 56, tzinfo=UTC)),
     ("timestamptz", "2024-02-29 12:34:56-01:30", datetime(2024, 2, 29, 14, 4, 56, tzinfo=UTC)),
     ("string", " x ", " x "),
     ("uuid", "00112233-4455-6677-8899-AABBCCDDEEFF", UUID("00112233-4455-6677-8899-aabbccddeeff")),
@@ -268,6 +271,9 @@ BAD = [
     ("date", "2024-02-30", '"2024-02-30" is not a date of the form'),
     ("time", "25:00:00", "is not a time of the form"),
     ("timestamp", "2024-02-29 12:34:56.1234567", "more than the six digits of a second"),
+    ("timestamp", "2024-02-29 12:34:56.1234560001", "more than the six digits of a second"),
+    ("timestamp", "2024-02-29 12:34:56.123456000Z", "has a zone, and timestamp has none"),
+    ("timestamptz", "2024-02-30 12:34:56.123456000Z", "is not a time of the form"),
     ("timestamp", "2024-02-29 12:34:56Z", "has a zone, and timestamp has none"),
     ("timestamptz", "2024-02-29 12:34:56", "has no zone, and timestamptz needs one"),
     ("timestamp", "2024-02-30 12:00:00", "is not a time of the form"),
@@ -288,6 +294,30 @@ def test_a_value_that_fits_is_exact_whether_or_not_its_neighbours_fit(tmp_path, 
     assert [row["a"] for row in outcome.rows] == [value] * (3 if neighbour == "good" else 2)
     assert outcome.records == ([0, 1, 2] if neighbour == "good" else [0, 2])
     assert len(outcome.rejects) == (0 if neighbour == "good" else 1)
+
+
+def test_zeros_beyond_a_microsecond_are_fine_whatever_else_the_block_holds(tmp_path):
+    stamps = ["2024-01-01T00:00:00.5", "2024-01-01T00:00:00.500000000", "2024-01-01 00:00:00.1234567", ""]
+    lines = [f"{stamp},{n},{text}" for stamp in stamps for n in ("1", "x") for text in ("ok", stamps[1])]
+    schema = schema_of(t="timestamp", n="long", s="string")
+    expected = []
+    for stamp, number in itertools.product(stamps, ("1", "x")):
+        bad = "t" if "567" in stamp else "n" if number == "x" else None
+        expected += [bad, bad]
+    for batch_bytes in (1 << 20, 1, 70):
+        lab = read_one(tmp_path, "t,n,s\n" + "\n".join(lines), schema=schema)
+        outcome = lab.read_all(batch_bytes=batch_bytes)
+        assert [r.column for r in outcome.rejects] == [bad for bad in expected if bad]
+        half = datetime(2024, 1, 1, microsecond=500_000)
+        assert [(row["t"], row["s"]) for row in outcome.rows] == [
+            (t, s) for t in (half, half, None) for s in ("ok", stamps[1])
+        ]
+
+
+def test_times_with_zeros_beyond_a_microsecond_look_like_times(tmp_path):
+    lab = read_one(tmp_path, "a,b\n2024-01-01 00:00:00.123456000,2024-01-01T00:00:00.000000000Z\n")
+    assert [column.type for column in lab.table.columns] == ["timestamp", "timestamptz"]
+    assert len(lab.read_all().rows) == 1
 
 
 @pytest.mark.parametrize(("kind", "text", "reason"), BAD)

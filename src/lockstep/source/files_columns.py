@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,21 +27,28 @@ def require_valid(array: pa.Array, column: int) -> None:
 
     Raises: Unfit at the first value that is not valid.
     """
-    if _is_valid(array):
-        return
+    row = first_refused(array, lambda some: some.validate(full=True))
+    if row is not None:
+        raise Unfit(row, column)
+
+
+def first_refused(array: pa.Array, look: Callable[[pa.Array], object]) -> int | None:
+    """The first value for which `look` raises pa.ArrowInvalid, which does not tell where; else None."""
+    if _passes(array, look):
+        return None
     low, high = 0, len(array)
     while high - low > 1:
         middle = (low + high) // 2
-        if _is_valid(array.slice(low, middle - low)):
+        if _passes(array.slice(low, middle - low), look):
             low = middle
         else:
             high = middle
-    raise Unfit(low, column)
+    return low
 
 
-def _is_valid(array: pa.Array) -> bool:
+def _passes(array: pa.Array, look: Callable[[pa.Array], object]) -> bool:
     try:
-        array.validate(full=True)
+        look(array)
     except pa.ArrowInvalid:
         return False
     return True

@@ -8,7 +8,7 @@ What a field may look like, by the target's type (numbers, dates and decimals ma
   decimal      as many digits as the type has; zeros beyond its scale are fine, other digits are not
   date         2024-02-29
   time         12:34, 12:34:56, 12:34:56.123456
-  timestamp    a date, T or a blank, a time of up to six digits of fraction; no zone. The time may be missing
+  timestamp    a date, T or a blank, a time of up to six digits of fraction, and zeros; no zone. Or a date
   timestamptz  the same with Z, +hh, +hhmm or +hh:mm
   string       anything that is UTF-8
   uuid         00112233-4455-6677-8899-aabbccddeeff, or the digits alone
@@ -24,7 +24,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -37,15 +37,16 @@ from lockstep.errors import Invalid
 from lockstep.job import ColumnMap
 from lockstep.source import ParseOptions
 from lockstep.source.files_blocks import Dialect
-from lockstep.source.files_columns import refuse_where, require_valid, whole_column
+from lockstep.source.files_columns import first_refused, refuse_where, require_valid, whole_column
 from lockstep.source.files_fit import Misfit, Unfit, shown
 from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
-from lockstep.source.files_values import from_text, is_text_form, misfit_reason
+from lockstep.source.files_values import as_timestamps, from_text, is_text_form, misfit_reason
 
 _NO_RECORD: Final = re.compile(rb"[\r\n]*+")
 _ROW: Final = re.compile(r"Row #(\d+):")
 _COLUMN: Final = re.compile(r"In CSV column #(\d+):")
 _WIDTH: Final = re.compile(r"Expected (\d+) columns, got (\d+)")
+_SPARE_ZEROS: Final = re.compile(rb":[0-9]{2}\.[0-9]{6}0")
 _ZERO: Final = ord("0")
 _X: Final = ord("x")
 _LOWER_CASE: Final = 0x20
@@ -148,6 +149,38 @@ class CsvParser:
         types = {name: self._types.get(name, pa.binary()) for name in include}
         if as_texts:
             types = dict.fromkeys(include, pa.binary())
+        try:
+            return self._converted(block, types, quoted, quoted_nulls)
+        except pa.ArrowInvalid as error:
+            stamps = any(pa.types.is_timestamp(kind) for kind in types.values())
+            if not stamps or not _SPARE_ZEROS.search(block) or not _COLUMN.search(str(error)):
+                raise
+        # Zeros after the sixth digit of a second change nothing, but Arrow's parser does not take them.
+        as_read = {n: pa.binary() if pa.types.is_timestamp(k) else k for n, k in types.items()}
+        try:
+            table = self._converted(block, as_read, quoted, quoted_nulls)
+            return {name: self._stamped(table[name], name, kind) for name, kind in types.items()}
+        except (pa.ArrowInvalid, Unfit):
+            # One column after the other, as Arrow goes: a record is always rejected for the same column.
+            for name, kind in types.items():
+                column = self._converted(block, {name: as_read[name]}, quoted, quoted_nulls)[name]
+                self._stamped(column, name, kind)
+            raise
+
+    def _stamped(self, column: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
+        """The column, or its texts as timestamps. Raises: Unfit at the first that is none."""
+        if not pa.types.is_timestamp(kind):
+            return column
+        texts = column.view(pa.string())
+        row = first_refused(texts, lambda some: as_timestamps(some, kind))
+        if row is not None:
+            raise Unfit(row, self._column_at(name))
+        return as_timestamps(texts, kind)
+
+    def _converted(
+        self, block: bytes, types: Mapping[str, pa.DataType], quoted: bool, quoted_nulls: bool
+    ) -> dict[str, pa.Array]:
+        """Raises: pa.ArrowInvalid."""
         table = arrow_csv.read_csv(
             pa.BufferReader(block),
             arrow_csv.ReadOptions(
@@ -162,14 +195,14 @@ class CsvParser:
                 newlines_in_values=quoted or bool(self._dialect.escape),
             ),
             arrow_csv.ConvertOptions(
-                column_types=types,
-                include_columns=list(include),
+                column_types=dict(types),
+                include_columns=list(types),
                 null_values=self._nulls,
                 strings_can_be_null=True,
                 quoted_strings_can_be_null=quoted_nulls,
             ),
         )
-        return {name: whole_column(table[name]) for name in include}
+        return {name: whole_column(table[name]) for name in types}
 
     def _refuse_hexadecimal(self, block: bytes, quoted: bool) -> None:
         """Arrow takes 0xFF for a whole number, and 0xFFFFFFFFFFFFFFFF for -1."""

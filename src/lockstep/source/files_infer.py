@@ -13,10 +13,12 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lockstep.source.files_values import as_timestamps
+
 _NUMBER: Final = r"-?(?:0|[1-9][0-9]*)"
 _FRACTION: Final = r"(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
 _DATE: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
-_TIME: Final = r"[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,6})?)?"
+_TIME: Final = r"[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,6}|\.[0-9]{6}0*)?)?"
 _FORMS: Final[Sequence[tuple[str, str, pa.DataType | None]]] = (
     ("boolean", "^(?:true|True|TRUE|false|False|FALSE)$", None),
     ("long", f"^{_NUMBER}$", pa.int64()),
@@ -56,7 +58,7 @@ def _converts(seen: pa.StringArray, arrow: pa.DataType | None) -> bool:
     if arrow is None:
         return True
     try:
-        values = seen.cast(arrow)
+        values = as_timestamps(seen, arrow) if pa.types.is_timestamp(arrow) else seen.cast(arrow)
     except pa.ArrowInvalid:
         return False
     if not pa.types.is_floating(arrow):

@@ -18,6 +18,7 @@ import pyarrow as pa
 from lockstep.arrow_types import arrow_type, conform
 from lockstep.errors import Corrupt
 from lockstep.job import ColumnMap
+from lockstep.source.files_values import without_spare_zeros
 
 _INTEGERS: Final = {pa.int32(): "int", pa.int64(): "long"}
 
@@ -160,6 +161,8 @@ def _from_text(text: str, kind: pa.DataType) -> Any:
             if len(found) != kind.byte_width:
                 raise Misvalue(f"is not {2 * kind.byte_width} hexadecimal digits")
             return found
+        if pa.types.is_timestamp(kind):
+            text = without_spare_zeros(text)
         return pa.scalar(text).cast(kind).as_py()
     except (ValueError, OverflowError) as error:
         if isinstance(error, Misvalue):

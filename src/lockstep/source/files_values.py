@@ -15,12 +15,29 @@ from lockstep.errors import Invalid
 from lockstep.source.files_columns import refuse_where
 
 _UUID: Final = "^(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$"
+SPARE_ZEROS: Final = r"^([0-9T: -]+:[0-9]{2}\.[0-9]{6})0+((?:Z|[+-][0-9:]+)?)$"
+"""A time with more digits of a second than a microsecond needs, all of them zeros."""
 _HEX: Final = "^(?:[0-9a-fA-F]{2})*$"
 
 
 def is_text_form(kind: pa.DataType) -> bool:
     """Whether values of this type are made from a string."""
     return bool(isinstance(kind, pa.BaseExtensionType) or pa.types.is_nested(kind) or is_bytes(kind))
+
+
+def as_timestamps(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
+    """Texts as timestamps; zeros after the sixth digit of a second change nothing, so they are fine.
+
+    Raises: pa.ArrowInvalid if one is no timestamp.
+    """
+    try:
+        return texts.cast(kind)
+    except pa.ArrowInvalid:
+        return pc.replace_substring_regex(texts, SPARE_ZEROS, r"\1\2").cast(kind)
+
+
+def without_spare_zeros(text: str) -> str:
+    return re.sub(SPARE_ZEROS, r"\1\2", text)
 
 
 def is_bytes(kind: pa.DataType) -> bool:
@@ -107,6 +124,7 @@ def _decimal_reason(text: str, digits: tuple[int, int]) -> str:
 
 
 def _timestamp_reason(text: str, kind: str) -> str:
+    text = without_spare_zeros(text)
     if _FRACTION.fullmatch(text):
         return f"has more than the six digits of a second that {kind} holds"
     if kind == "timestamptz" and not _ZONE.fullmatch(text) and _parses(text, "timestamp"):
