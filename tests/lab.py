@@ -54,9 +54,12 @@ def _settings(
         "catalogs.folder": {"type": "filesystem", "warehouse": "folder"},
         **more,
     }
-    return "".join(
-        f"[{name}]\n" + "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in table.items())
-        for name, table in tables.items()
+    return "".join(_table(name, table) for name, table in tables.items())
+
+
+def _table(name: str, values: Mapping[str, object]) -> str:
+    return f"[{name}]\n" + "".join(
+        f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in values.items()
     )
 
 
@@ -113,6 +116,11 @@ class Lab:
         self._store: JobStore | None = None
         self.database = f"lab_{re.sub('[^a-zA-Z0-9]', '_', folder.name)}"
         self.clickhouse.command(f"CREATE DATABASE IF NOT EXISTS {self.database}")
+
+    def configure(self, table: str, **values: object) -> None:
+        """One more table of `lockstep.toml`."""
+        with (self.folder / "lockstep.toml").open("a") as settings:
+            settings.write(_table(table, values))
 
     def close(self) -> None:
         self.clickhouse.command(f"DROP DATABASE {self.database} SYNC")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,12 @@ def on_stage(
 
 def command(*arguments: str) -> None:
     """`lockstep …`, as a person calls it."""
+    main(arguments)
+
+
+def command_from_a_terminal(*arguments: str) -> None:
+    """The same, where Ctrl-C is heard: who was started in the background would not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(arguments)
 
 

@@ -46,7 +46,7 @@ from lockstep.store import Claim, CommitClaim, JobStore
 _LOG: Final = logging.getLogger(__name__)
 BEAT_S: Final = 1.0
 POLL_S: Final = 0.5
-STOP_GRACE_S: Final = 2.5
+STOP_GRACE_S: Final = 1.5
 PAUSE_GRACE_S: Final = 20.0
 STORE_PATIENCE_S: Final = 300.0
 COMMITTERS: Final = 4

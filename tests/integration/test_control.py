@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +18,17 @@ from lockstep.job import State
 from lockstep.runtime import new_id
 from tests import players
 from tests.conftest import STORE_KINDS
+from tests.kills import PROMISED_S, kill_in_time
 from tests.lab import Lab
 from tests.players import Troupe
 from tests.zygote import Child, Zygote
 
 pytestmark = pytest.mark.servers
 
-PROMISED_S = 5.0
 BUSY_S = 5.0
-"""What a machine that does other things as well may add to what is promised."""
+"""What "at once" may take on a machine that does other things as well."""
 FOR_EVER = "sleep:600"
+INTERRUPTED = 130
 
 
 class Stage:
@@ -52,17 +54,12 @@ class Stage:
         finally:
             child.kill_group()
 
-    def command(self, *arguments: str) -> float:
-        """Run a command that must succeed; answers how long it took."""
-        begun = time.monotonic()
-        assert self.troupe.play(players.command, *arguments).wait() == 0
-        return time.monotonic() - begun
+    def command(self, *arguments: str) -> None:
+        """Run a command that must succeed."""
+        assert self.troupe.play(players.command, *arguments).wait() == 0, self.troupe.said()
 
-    def kill(self, job_id: str) -> None:
-        """`lockstep kill`: the job has ended when it comes back, and nothing is there."""
-        took_s = self.command("kill", job_id)
-        assert self.lab.store().read(job_id).state is State.KILLED
-        assert took_s < PROMISED_S + BUSY_S
+    def kill(self, job_id: str, worker: Child | None = None) -> None:
+        kill_in_time(self.lab, self.troupe, job_id, worker)
 
     def rows_are_read(self, job_id: str) -> bool:
         return any(task.attempts for task in self.lab.store().tasks(job_id))
@@ -81,8 +78,11 @@ def stage(
     lab.close()
 
 
-def test_a_job_that_waits_is_killed_and_never_runs(stage: Stage) -> None:
+@pytest.mark.parametrize("paused", [False, True], ids=["pending", "paused"])
+def test_a_job_that_waits_is_killed_and_never_runs(stage: Stage, paused: bool) -> None:
     job_id = stage.ask()
+    if paused:
+        stage.command("pause", job_id)
     stage.kill(job_id)
     with stage.worker(job_id) as worker:
         assert worker.wait() == 0
@@ -97,7 +97,7 @@ def test_a_kill_ends_a_job_whose_source_hangs_and_its_worker_is_not_held_up(stag
     job_id = stage.ask()
     with lab.frozen_source(), stage.worker(job_id) as worker:
         lab.wait_until(lambda: stage.rows_are_read(job_id))
-        stage.kill(job_id)
+        stage.kill(job_id, worker)
         # It stops the tasks that hang, and does not wait for the pin, which is given up later.
         assert worker.wait() == 0
     assert len(lab.pins()) == 1
@@ -111,7 +111,7 @@ def test_a_kill_ends_a_job_whose_task_hangs_as_it_writes(stage: Stage) -> None:
     job_id = stage.ask()
     with stage.worker(job_id, f"write.after_file={FOR_EVER}") as worker:
         stage.troupe.wait_for("write.after_file")
-        stage.kill(job_id)
+        stage.kill(job_id, worker)
         assert worker.wait() == 0
     assert stage.lab.lineage() == []
 
@@ -139,6 +139,29 @@ def test_a_kill_ends_a_job_whose_committer_sleeps(stage: Stage) -> None:
         assert lab.store().read(job_id).state is State.COMMITTING
         stage.kill(job_id)
     assert lab.lineage() == []
+
+
+@pytest.mark.parametrize("stage", ["sqlite"], indirect=True)
+def test_a_request_that_waits_for_a_silent_catalog_is_given_up_at_once_and_leaves_nothing(
+    stage: Stage,
+) -> None:
+    """There is no job to kill while it is planned: Ctrl-C is the way."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        stage.lab.configure("catalogs.silent", type="rest", uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        target = "iceberg://silent/db.events"
+        asker = stage.troupe.play(
+            players.command_from_a_terminal, "export", stage.lab.source(), target, "--all", "--create"
+        )
+        silent.settimeout(60)
+        asked, _ = silent.accept()
+        with asked:
+            assert asked.recv(1)
+            begun = time.monotonic()
+            os.killpg(asker.pid, signal.SIGINT)
+            assert asker.wait() == INTERRUPTED
+            assert time.monotonic() - begun < PROMISED_S
+    assert stage.lab.jobs() == []
+    assert stage.lab.pins() == []
 
 
 def test_a_pause_keeps_what_was_checkpointed_and_the_job_goes_on_from_there(stage: Stage) -> None:
