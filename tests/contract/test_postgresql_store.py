@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,11 +25,13 @@ from urllib.parse import quote
 import psycopg
 import pytest
 from sqlalchemy import create_engine
+from sqlalchemy.dialects import postgresql
 
 from lockstep.errors import ErrorInfo, Fenced, Incompatible, Invalid, LockstepError, Retryable
 from lockstep.job import Event, Lease, Progress, State
-from lockstep.store import JobStore, open_store, sql_schema
+from lockstep.store import Claim, JobStore, open_store, sql_schema
 from lockstep.store.sql import SqlStore
+from lockstep.store.sql_offers import OFFERS
 from tests.servers import PASSWORD, Postgresql
 from tests.store_lab import (
     LEASE_S,
@@ -394,6 +397,102 @@ def test_a_lease_that_is_lost_between_read_and_write_changes_nothing(
     job = store.read("job1")
     assert (job.rows_done, job.files, job.tasks_done) == (0, 0, 0)
     other.close()
+
+
+def between_offer_and_claim(store: SqlStore, happens: Callable[[], object]) -> None:
+    """Let something happen once, after the next claim has chosen its tasks and before it leases them."""
+    look = store._db.offers
+
+    def look_then_wait(*about: Any) -> Any:
+        store._db.offers = look  # type: ignore[method-assign]
+        seen = look(*about)
+        happens()
+        return seen
+
+    store._db.offers = look_then_wait  # type: ignore[assignment, method-assign]
+
+
+def test_tasks_that_another_client_takes_between_offer_and_claim_are_not_leased_twice(
+    store: SqlStore, own: Own, url: str
+) -> None:
+    log = own.server.folder / "log"
+    said_before = log.stat().st_size
+    other = open_store(url)
+    store.create([new_job("job1", 6), new_job("job2", 6)])
+    assert len(store.claim("w1", 2, LEASE_S)) == 2
+    theirs: list[Claim] = []
+    between_offer_and_claim(store, lambda: theirs.extend(other.claim("w2", 4, LEASE_S)))
+    mine = store.claim("w1", 4, LEASE_S)
+    taken = [(claim.lease.job_id, claim.lease.index) for claim in (*mine, *theirs)]
+    assert len(taken) == 8
+    assert len(set(taken)) == 8
+    assert b"ERROR" not in log.read_bytes()[said_before:]
+    other.close()
+
+
+@pytest.mark.parametrize("event", ["killed", "paused", "failed"])
+def test_a_job_that_stops_between_offer_and_claim_leases_nothing(
+    store: SqlStore, url: str, event: str
+) -> None:
+    other = open_store(url)
+    store.create([new_job("job1", 3)])
+    store.claim("w1", 1, LEASE_S)
+    happens = {
+        "killed": lambda: other.stop("job1", Event.KILL),
+        "paused": lambda: other.pause("job1"),
+        "failed": lambda: other.stop("job1", Event.FAIL, ErrorInfo("Corrupt", "gone")),
+    }
+    between_offer_and_claim(store, happens[event])
+    assert store.claim("w1", 2, LEASE_S) == []
+    assert [task.state for task in store.tasks("job1")][1:] == ["waiting", "waiting"]
+    other.close()
+
+
+def test_an_everyday_claim_is_two_statements_and_says_what_a_longer_one_says(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create([new_job("job1", 9), new_job("job2", 9)])
+    first = store.claim("w0", 2, LEASE_S)
+    for claim in first:
+        store.fail(store.begin(claim.lease, LEASE_S).lease, ErrorInfo("Retryable", "away"), 0.0)
+    sent: list[str] = []
+    execute = psycopg.Cursor.execute
+
+    def counted(cursor: Any, query: Any, *about: Any, **options: Any) -> Any:
+        sent.append(query)
+        return execute(cursor, query, *about, **options)
+
+    monkeypatch.setattr(psycopg.Cursor, "execute", counted)
+    claims = store.claim("w1", 8, LEASE_S)
+    assert len(sent) == 2
+    assert Counter(claim.lease.job_id for claim in claims) == {"job1": 4, "job2": 4}
+    monkeypatch.setattr(store._db, "at_once", lambda decide: [])
+    more = store.claim("w1", 1, LEASE_S)
+    assert len(sent) > 4
+    for claim in (*claims, *more):
+        [task] = [task for task in store.tasks(claim.lease.job_id) if task.index == claim.lease.index]
+        assert claim.task == task
+    now = store.read("job1")
+    for claim in (*claims, *more):
+        if claim.lease.job_id == "job1":
+            assert replace(claim.job, updated_at=now.updated_at) == now
+
+
+@pytest.mark.parametrize("known", ["nothing", "an empty table", "a full one"])
+def test_a_claim_walks_through_no_task_that_is_done_whatever_the_server_knows_of_the_table(
+    store: JobStore, own: Own, known: str
+) -> None:
+    if known == "an empty table":
+        own.run("ANALYZE lockstep_tasks")
+    store.create([new_job("job1", 2_000)])
+    if known == "a full one":
+        own.run("ANALYZE lockstep_tasks")
+    offers = OFFERS.compile(dialect=postgresql.dialect(paramstyle="pyformat"))
+    plan = str(own.run("EXPLAIN " + str(offers) % {**offers.params, "slots": 4}))
+    assert "lockstep_tasks_open" in plan
+    assert "lockstep_tasks_leased" in plan
+    assert "lockstep_tasks_pkey" not in plan
+    assert "Seq Scan on lockstep_tasks" not in plan
 
 
 def test_a_task_is_found_by_its_key_although_the_server_knows_nothing_of_the_table_yet(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, CompoundSelect, Connection, Row, bindparam, exists, select, union_all
+from sqlalchemy import Connection, Double, Row, bindparam, select
 
 from lockstep.errors import Corrupt, ErrorInfo, LockstepError, Retryable
-from lockstep.job import PLAN_FORMAT, Event, Job, Lease, State, Task, TaskState
+from lockstep.job import Event, Job, Lease, State, Task, TaskState
 from lockstep.store import Claim
-from lockstep.store.sql_database import verb
+from lockstep.store.sql_database import Offer, verb
+from lockstep.store.sql_offers import GHOSTS, candidates, in_turns
 from lockstep.store.sql_records import (
     IS_LEASED,
-    IS_RUNNABLE,
+    Frozen,
     JobRow,
     Records,
+    as_job,
     as_task,
     error_text,
     lost_progress,
@@ -26,32 +27,9 @@ from lockstep.store.sql_records import (
 )
 from lockstep.store.sql_schema import jobs, tasks
 
-_of_job: Final = (tasks.c.job_id == jobs.c.job_id) & (tasks.c.stage == jobs.c.stage)
-_can_be_claimed: Final = exists().where(_of_job, tasks.c.free_at <= bindparam("now"))
-_is_leased: Final = exists().where(
-    IS_LEASED, tasks.c.job_id == jobs.c.job_id, tasks.c.free_at > bindparam("now")
-)
-_is_open: Final = exists().where(_of_job, tasks.c.free_at >= 0)
-_candidate: Final = select(jobs.c.job_id, jobs.c.created_at).where(
-    IS_RUNNABLE, jobs.c.plan_format <= PLAN_FORMAT
-)
 # Without a condition on the time: with one, SQLite would walk through the index of all open tasks.
 _LEASES: Final = select(tasks.c.job_id, tasks.c.free_at).where(IS_LEASED)
-_IDLE_JOBS: Final = (
-    _candidate.where(~_is_leased, _can_be_claimed)
-    .order_by(jobs.c.created_at, jobs.c.job_id)
-    .limit(bindparam("slots"))
-)
-_BUSY_JOBS: Final = _candidate.where(_is_leased, _can_be_claimed)
-
-
-def _candidates_among(*only: ColumnElement[bool]) -> CompoundSelect[Any]:
-    idle = _IDLE_JOBS.where(*only).subquery()
-    return union_all(select(idle), _BUSY_JOBS.where(*only))
-
-
-_CANDIDATES: Final = _candidates_among()
-_GHOSTS: Final = select(jobs.c.job_id).where(IS_RUNNABLE, jobs.c.tasks_done < jobs.c.tasks_total, ~_is_open)
+_CANDIDATES: Final = candidates(bindparam("now", type_=Double))
 _FREE_TASKS: Final = (
     select(tasks)
     .where(
@@ -95,6 +73,9 @@ class ClaimVerb(Records):
         self, worker: str, slots: int, lease_s: float, wanted: Sequence[str] | None, *, wait: bool = False
     ) -> tuple[list[Claim], list[str]]:
         """One transaction. Answers also the jobs that were passed over because somebody has them locked."""
+        if not wait and (claims := self._claim_at_once(worker, slots, lease_s, wanted)):
+            # A slot whose task somebody else was quicker to take is filled by waiting for these jobs.
+            return claims, sorted({claim.lease.job_id for claim in claims})
         with self._db.write() as conn:
             now = self._db.now(conn)
             picked, passed_over = self._pick(conn, now, slots, wanted, wait)
@@ -110,6 +91,51 @@ class ClaimVerb(Records):
         ]
         return claims, passed_over
 
+    def _claim_at_once(
+        self, worker: str, slots: int, lease_s: float, wanted: Sequence[str] | None
+    ) -> list[Claim]:
+        """The everyday claim: every slot finds a task, and only tasks change, of jobs that run already.
+
+        Nothing is changed if there is more to it, or if somebody else is at one of these jobs.
+        """
+        if slots > self._db.most_at_once or self._unreadable:
+            return []
+
+        def decide(conn: Connection) -> list[Claim]:
+            offers = {offer.job.job_id: offer for offer in self._db.offers(conn, slots, wanted)}
+            turns = [(offer.leases, offer.job.created_at, job_id) for job_id, offer in offers.items()]
+            taken = in_turns(turns, slots, lambda job_id, _: iter(offers[job_id].free))
+            if sum(map(len, taken.values())) < slots:
+                return []
+            if not all(_only_tasks_change(offers[job_id].job, free) for job_id, free in taken.items()):
+                return []
+            plans = self._frozen_or_error(conn, [*taken])
+            claims: list[Claim] = []
+            for job_id, free in taken.items():
+                if isinstance(plan := plans[job_id], LockstepError):
+                    return []
+                claims += self._leased(conn, offers[job_id], plan, free, worker, lease_s)
+            return claims
+
+        return self._db.at_once(decide)
+
+    def _leased(
+        self,
+        conn: Connection,
+        offer: Offer,
+        plan: Frozen,
+        taken: Sequence[Row[Any]],
+        worker: str,
+        lease_s: float,
+    ) -> Iterator[Claim]:
+        """Lease tasks of one offer."""
+        now = self._db.now(conn)
+        retried = sum(task.state == TaskState.WAITING and task.free_at > 0 for task in taken)
+        job = as_job(offer.job, plan, {*offer.owners, worker}, offer.retrying - retried, now)
+        for task in taken:
+            lease = self._lease(conn, task, worker, now + lease_s)
+            yield Claim(lease, job, _as_leased(task, lease, now + lease_s))
+
     def _pick(
         self, conn: Connection, now: float, slots: int, wanted: Sequence[str] | None, wait: bool
     ) -> tuple[list[tuple[JobRow, list[Row[Any]]]], list[str]]:
@@ -119,26 +145,19 @@ class ClaimVerb(Records):
             (leases[job.job_id], job.created_at, job.job_id)
             for job in self._candidates(conn, now, slots, wanted)
         ]
-        heapq.heapify(turns)
         locked: dict[str, JobRow] = {}
-        free: dict[str, Iterator[Row[Any]]] = {}
-        taken: dict[str, list[Row[Any]]] = {}
         passed_over: list[str] = []
-        left = slots
-        while turns and left:
-            count, created_at, job_id = heapq.heappop(turns)
-            if job_id not in locked:
-                # Without waiting the order of locks does not matter, and with it there is only one job.
-                lock = self._lock_if_there if wait else self._lock_at_once
-                if (job := lock(conn, job_id)) is None:
-                    passed_over.append(job_id)
-                    continue
-                locked[job_id] = job
-                free[job_id] = iter(self._free_tasks(conn, job, now, left))
-            if (task := next(free[job_id], None)) is not None:
-                taken.setdefault(job_id, []).append(task)
-                left -= 1
-                heapq.heappush(turns, (count + 1, created_at, job_id))
+        # Without waiting the order of locks does not matter, and with it there is only one job.
+        lock = self._lock_if_there if wait else self._lock_at_once
+
+        def free(job_id: str, most: int) -> Iterator[Row[Any]]:
+            if (job := lock(conn, job_id)) is None:
+                passed_over.append(job_id)
+                return iter(())
+            locked[job_id] = job
+            return iter(self._free_tasks(conn, job, now, most))
+
+        taken = in_turns(turns, slots, free)
         return [(locked[job_id], tasks_of_it) for job_id, tasks_of_it in taken.items()], passed_over
 
     def _free_tasks(self, conn: Connection, job: JobRow, now: float, most: int) -> Sequence[Row[Any]]:
@@ -171,7 +190,7 @@ class ClaimVerb(Records):
             return self._db.rows(conn, _CANDIDATES, about)
         only = [] if wanted is None else [jobs.c.job_id.in_(wanted)]
         only.append(jobs.c.job_id.not_in(sorted(self._unreadable)))
-        return conn.execute(_candidates_among(*only), about).all()
+        return conn.execute(candidates(bindparam("now", type_=Double), *only), about).all()
 
     def _lease(self, conn: Connection, task: Row[Any], worker: str, until: float) -> Lease:
         self._set_task(
@@ -198,11 +217,11 @@ class ClaimVerb(Records):
 
     def _fail_ghosts(self, conn: Connection, wanted: Sequence[str] | None) -> None:
         """A job whose open tasks are no longer in the store can never end by itself: fail it, and say why."""
-        query = _GHOSTS if wanted is None else _GHOSTS.where(jobs.c.job_id.in_(wanted))
+        query = GHOSTS if wanted is None else GHOSTS.where(jobs.c.job_id.in_(wanted))
         for job_id in conn.execute(query).scalars().all():
             job = self._lock_at_once(conn, job_id)
             # Looked at again under the lock: its tasks may have moved on before it.
-            if job is None or conn.execute(_GHOSTS.where(jobs.c.job_id == job_id)).first() is None:
+            if job is None or conn.execute(GHOSTS.where(jobs.c.job_id == job_id)).first() is None:
                 continue
             error = ErrorInfo(
                 Corrupt.__name__,
@@ -211,6 +230,10 @@ class ClaimVerb(Records):
                 "nothing was published; export it again",
             )
             self._move(conn, job, Event.FAIL, detail=error.message, error=error_text(error))
+
+
+def _only_tasks_change(job: Row[Any], taken: Sequence[Row[Any]]) -> bool:
+    return job.state == State.RUNNING and not any(lost_progress(taken).values())
 
 
 def _as_leased(row: Row[Any], lease: Lease, until: float) -> Task:

@@ -67,6 +67,16 @@ class Words(NamedTuple):
     own: Mapping[str, Any]
 
 
+class Offer(NamedTuple):
+    """A job with free tasks, who works on it, and how many of its tasks wait for their next attempt."""
+
+    job: Row[Any]
+    leases: int
+    owners: frozenset[str]
+    retrying: int
+    free: list[Row[Any]]
+
+
 class Database(ABC):
     """Opens the database at `url`, makes or upgrades its schema, and hands out transactions.
 
@@ -124,6 +134,21 @@ class Database(ABC):
         """
         with self.write() as connection:
             return decide(connection)
+
+    most_at_once: int = 0
+    """How many tasks `at_once` can lease."""
+
+    def at_once(self, decide: Callable[[Connection], Sequence[_T]]) -> list[_T]:
+        """What `decide` answers, one answer for each change that it makes; without those that came too late.
+
+        It asks for `offers`, and changes tasks of them with `change`. Nothing is changed where the database
+        has no way to do that without a transaction, or if somebody is at one of the jobs.
+        """
+        return []
+
+    def offers(self, connection: Connection, slots: int, wanted: Sequence[str] | None) -> list[Offer]:
+        """The jobs from which a claim of so many tasks may take some, as of one instant; for `at_once`."""
+        raise NotImplementedError
 
     @abstractmethod
     def rows(self, connection: Connection, query: SelectBase, about: Mapping[str, Any]) -> Sequence[Row[Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from typing import cast as cast_type
 
 from sqlalchemy import (
@@ -17,7 +17,6 @@ from sqlalchemy import (
     Engine,
     Row,
     Select,
-    Update,
     bindparam,
     cast,
     create_engine,
@@ -34,7 +33,9 @@ from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.selectable import SelectBase
 
 from lockstep.errors import Invalid, LockstepError, Retryable
-from lockstep.store.sql_database import TIME, Database, Undone, shape_of
+from lockstep.store.sql_changes import CHANGES_AT_ONCE, VERSION, Change, Together, grouped, numbered
+from lockstep.store.sql_database import TIME, Database, Offer, Undone, shape_of
+from lockstep.store.sql_offers import OFFERS, OFFERS_OF, offered
 from lockstep.store.sql_schema import jobs, tasks
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ IDLE_TIMEOUT_S: Final = 3
 _CONNECTIONS: Final = 8
 _CONNECTIONS_MORE: Final = 24
 _CHANGES: Final = "lockstep_changes"
-_CHANGES_AT_ONCE: Final = 8
 _VERBS_IN_LINE: Final = 16
 _SCHEMA_LOCK: Final = 0x6C6F636B73746570  # "lockstep"
 
@@ -71,9 +71,8 @@ _SOCKET: Final = {
 
 _TIME: Final = cast(extract("epoch", func.clock_timestamp()), Double).label(TIME)
 _NOW: Final = select(_TIME)
-# `xmin` names the transaction that wrote a row: as long as it is the same, nobody has changed the row.
 _JOB_AND_TASK: Final = (
-    select(jobs, _TIME, literal_column("lockstep_jobs.xmin::text").label("version"), tasks)
+    select(jobs, _TIME, literal_column(VERSION).label("version"), tasks)
     .outerjoin(
         tasks,
         (tasks.c.job_id == jobs.c.job_id)
@@ -82,7 +81,6 @@ _JOB_AND_TASK: Final = (
     )
     .where(jobs.c.job_id == bindparam("job_id"))
 )
-_IF_UNMOVED: Final = " AND lockstep_jobs.xmin::text = %(version)s"
 _JOB_SHAPE: Final = shape_of([*jobs.c.keys(), TIME])
 _TASK_SHAPE: Final = shape_of(tasks.c.keys())
 _T = TypeVar("_T")
@@ -107,22 +105,6 @@ _REFUSED_WORDS: Final = (
 )
 
 
-class _Change(NamedTuple):
-    statement: UpdateBase
-    row: Mapping[str, Any]
-    refused: LockstepError
-
-    @property
-    def place(self) -> tuple[object, ...]:
-        """What it touches. Entries of the history share one place: their order counts."""
-        named = (self.row.get(name) for name in ("b_job_id", "b_stage", "b_idx", "seq"))
-        return (self.statement.table, *named)
-
-    @property
-    def moves_the_job(self) -> bool:
-        return isinstance(self.statement, Update) and self.statement.table is jobs
-
-
 class _Overtaken(Exception):
     """The job was changed since it was read, or more has to be done than one statement can do."""
 
@@ -136,8 +118,8 @@ class _Alone:
         self.driver.autocommit = True
         self.cursor = self.driver.cursor()
         self.info: dict[str, Any] = {}
-        self.version = ""
-        self.changes: list[_Change] = []
+        self.versions: dict[str, str] = {}
+        self.changes: list[Change] = []
 
     def execute(self, *_about: object) -> NoReturn:
         raise _Overtaken
@@ -155,6 +137,8 @@ def _if_alone(connection: object) -> _Alone | None:
 
 
 class PostgresqlDatabase(Database):
+    most_at_once = CHANGES_AT_ONCE
+
     def __init__(self, url: URL) -> None:
         if not url.database:
             raise Invalid(
@@ -168,7 +152,7 @@ class PostgresqlDatabase(Database):
         self._spare: list[_Alone] = []
         # Threads may miscount it: it steers what is tried first, not what is right.
         self._crowded = 0
-        self._texts: dict[tuple[bool, tuple[UpdateBase, ...]], str] = {}
+        self._together = Together(lambda statement: self._worded(statement).text)
 
         @event.listens_for(engine, "before_cursor_execute")
         def send_first(connection: Connection, *_rest: object) -> None:
@@ -218,17 +202,32 @@ class PostgresqlDatabase(Database):
         If it has, or if more is to be done, again in a transaction, which waits in line for the job. Where
         others are at the same job all the time, trying first would only cost: the next ones go there at once.
         """
-        if self._crowded > 0:
-            self._crowded -= 1
-            return super().decided(decide)
         try:
-            with self._told(), self._alone() as alone:
+            with self._unlocked() as alone:
                 answer = decide(cast_type("Connection", alone))
                 if alone.changes:
-                    self._send_alone(alone)
+                    self._send_moving(alone)
                 return answer
         except _Overtaken:
             return super().decided(decide)
+
+    def at_once(self, decide: Callable[[Connection], Sequence[_T]]) -> list[_T]:
+        try:
+            with self._unlocked() as alone:
+                answers = decide(cast_type("Connection", alone))
+                made = self._send_held(alone) if alone.changes else []
+                return [answer for answer, was_made in zip(answers, made, strict=True) if was_made]
+        except _Overtaken:
+            return []
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[_Alone]:
+        """Raises: _Overtaken, at once if others are at the same jobs all the time."""
+        if self._crowded > 0:
+            self._crowded -= 1
+            raise _Overtaken
+        with self._told(), self._alone() as alone:
+            yield alone
 
     @contextmanager
     def _alone(self) -> Iterator[_Alone]:
@@ -244,7 +243,7 @@ class PostgresqlDatabase(Database):
         except psycopg.Error as error:
             raise DBAPIError("", None, error, connection_invalidated=alone.driver.closed) from error
         finally:
-            alone.info, alone.changes = {}, []
+            alone.info, alone.versions, alone.changes = {}, {}, []
             self._spare.append(alone)
             if alone.driver.closed:
                 # The others will have been lost with it.
@@ -267,27 +266,52 @@ class PostgresqlDatabase(Database):
         self._give_back_spare()
         super().close()
 
-    def _send_alone(self, alone: _Alone) -> None:
-        """Raises: _Overtaken if nothing was changed; Retryable if nobody knows."""
+    def _send_moving(self, alone: _Alone) -> None:
+        """Change the one job that was read, and what belongs to it: everything or nothing.
+
+        Raises: _Overtaken if nothing was changed; Retryable if nobody knows.
+        """
         import psycopg
 
         # The job first: whoever waits for it holds no task meanwhile, so nobody waits in a circle.
         moves = [change for change in alone.changes if change.moves_the_job]
         changes = moves + [change for change in alone.changes if not change.moves_the_job]
-        if len(moves) != 1 or len(changes) > _CHANGES_AT_ONCE:
+        if len(moves) != 1 or len(changes) > CHANGES_AT_ONCE:
             raise _Overtaken
-        row = {**_numbered(changes), "version": alone.version}
         try:
-            found = alone.cursor.execute(self._together(changes, alone=True), row).fetchone()
+            [first, *_] = self._sent(alone, self._together.unmoved(changes), changes)
         except psycopg.errors.DivisionByZero as error:
             raise _Overtaken from error
+        if first != 1:
+            self._crowded = _VERBS_IN_LINE
+            raise _Overtaken
+
+    def _send_held(self, alone: _Alone) -> list[bool]:
+        """Change tasks of jobs that were read; answers which ones were still as they were read.
+
+        Raises: _Overtaken if none was; Retryable if nobody knows.
+        """
+        changes = alone.changes
+        if len(changes) > CHANGES_AT_ONCE or any(change.moves_the_job for change in changes):
+            raise _Overtaken
+        text = self._together.held(changes, len({change.job_id for change in changes}))
+        made = [count == 1 for count in self._sent(alone, text, changes)]
+        if not any(made):
+            self._crowded = _VERBS_IN_LINE
+            raise _Overtaken
+        return made
+
+    def _sent(self, alone: _Alone, text: str, changes: Sequence[Change]) -> Sequence[int]:
+        """The counts that the statement answers. Raises: Retryable if nobody knows."""
+        import psycopg
+
+        versions = {change.job_id: alone.versions[change.job_id] for change in changes}
+        try:
+            return alone.cursor.execute(text, numbered(changes, versions)).fetchone() or (0,)
         except psycopg.Error as error:
             if alone.driver.closed:
                 raise self._unknown(DBAPIError("", None, error)) from error
             raise
-        if found is None or found[0] != 1:
-            self._crowded = _VERBS_IN_LINE
-            raise _Overtaken
 
     def rows(self, connection: Connection, query: SelectBase, about: Mapping[str, Any]) -> Sequence[Row[Any]]:
         if _if_alone(connection):
@@ -322,53 +346,42 @@ class PostgresqlDatabase(Database):
         if found is None:
             return None, None
         width = len(jobs.c) + 1
-        alone.version = found[width]
+        alone.versions[about["job_id"]] = found[width]
         task = _TASK_SHAPE(found[width + 1 :])
         return _JOB_SHAPE(found[:width]), None if task.job_id is None else task
+
+    def offers(self, connection: Connection, slots: int, wanted: Sequence[str] | None) -> list[Offer]:
+        alone = _if_alone(connection)
+        assert alone is not None, "offers are not locked: a transaction would take them for granted"
+        text, own = self._worded(OFFERS if wanted is None else OFFERS_OF)
+        about = {"slots": slots} if wanted is None else {"slots": slots, "wanted": list(wanted)}
+        found = []
+        for offer, now, version in offered(alone.cursor.execute(text, {**own, **about}).fetchall()):
+            alone.info[TIME] = now
+            alone.versions[offer.job.job_id] = version
+            found.append(offer)
+        return found
 
     def change(
         self, connection: Connection, statement: UpdateBase, row: Mapping[str, Any], refused: LockstepError
     ) -> None:
         alone = _if_alone(connection)
         changes = connection.info[_CHANGES] if alone is None else alone.changes
-        changes.append(_Change(statement, row, refused))
+        changes.append(Change(statement, row, refused))
 
     def _send(self, connection: Connection) -> None:
         """Send all changes that were gathered. Raises: what the first of them that met no row says."""
-        changes: list[_Change] | None = connection.info.get(_CHANGES)
+        changes: list[Change] | None = connection.info.get(_CHANGES)
         if not changes:
             return
         connection.info[_CHANGES] = []
-        for group in _grouped(changes):
+        for group in grouped(changes):
             with self._driven(connection):
-                sent = _driver(connection).execute(self._together(group), _numbered(group))
+                sent = _driver(connection).execute(self._together.locked(group), numbered(group))
                 counts = sent.fetchone() or ()
             for count, change in zip(counts, group, strict=True):
                 if count != 1:
                     raise change.refused
-
-    def _together(self, changes: Sequence[_Change], *, alone: bool = False) -> str:
-        """One statement that makes all these changes, and counts for each the rows that it met; made once.
-
-        `alone`: it changes nothing if the job, which comes first, has moved, and fails as a whole if another
-        change met no row.
-        """
-        statements = tuple(change.statement for change in changes)
-        if (known := self._texts.get((alone, statements))) is not None:
-            return known
-        parts, counts = [], []
-        for number, statement in enumerate(statements):
-            text = self._worded(statement).text.replace("%(", f"%(c{number}_")
-            count = f"(SELECT count(*) FROM c{number})"
-            if alone and number == 0:
-                text += _IF_UNMOVED
-            elif alone:
-                text = _if_the_first(text)
-                count = f"1 / (1 - (SELECT count(*) FROM c0) + {count})"
-            parts.append(f"c{number} AS ({text} RETURNING 1)")
-            counts.append(count)
-        whole = f"WITH {', '.join(parts)} SELECT {', '.join(counts)}"
-        return self._texts.setdefault((alone, statements), whole)
 
     @contextmanager
     def _driven(self, connection: Connection) -> Iterator[None]:
@@ -449,37 +462,6 @@ def _engine(url: URL) -> Engine:
             f"the driver for PostgreSQL is not installed ({error.name})",
             hint="pip install 'lockstep[postgresql]'",
         ) from error
-
-
-def _grouped(changes: Sequence[_Change]) -> list[list[_Change]]:
-    """Changes that one statement can make: it may touch no row twice, and knows no order."""
-    groups: list[list[_Change]] = []
-    touched: set[tuple[object, ...]] = set()
-    for change in changes:
-        if not groups or change.place in touched or len(groups[-1]) == _CHANGES_AT_ONCE:
-            groups.append([])
-            touched.clear()
-        groups[-1].append(change)
-        touched.add(change.place)
-    return groups
-
-
-def _if_the_first(text: str) -> str:
-    """A change that is made only if the first one of its statement was."""
-    condition = "EXISTS (SELECT 1 FROM c0)"
-    if text.startswith("UPDATE"):
-        return f"{text} AND {condition}"
-    into, _, values = text.partition(" VALUES (")
-    return f"{into} SELECT {values.removesuffix(')')} WHERE {condition}"
-
-
-def _numbered(changes: Sequence[_Change]) -> dict[str, Any]:
-    """The parameters of changes that are made together."""
-    return {
-        f"c{number}_{name}": value
-        for number, change in enumerate(changes)
-        for name, value in change.row.items()
-    }
 
 
 def _driver(connection: Connection) -> psycopg.Connection[Any]:

@@ -175,7 +175,7 @@ class Records:
                 self._warn(row.job_id, known)
             else:
                 busy = workers.get(row.job_id, set())
-                found.append(_as_job(row, known, busy, retrying.get(row.job_id, 0), now))
+                found.append(as_job(row, known, busy, retrying.get(row.job_id, 0), now))
         return found
 
     def _activity(
@@ -439,7 +439,7 @@ def frozen_columns(frozen: Frozen) -> dict[str, str]:
     }
 
 
-def _as_job(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying: int, now: float) -> Job:
+def as_job(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying: int, now: float) -> Job:
     committing = row.state == State.COMMITTING and row.commit_owner is not None and row.commit_free_at > now
     return Job(
         job_id=row.job_id,
