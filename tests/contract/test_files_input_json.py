@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,8 @@ GOOD = [
     ("decimal(5, 2)", '"0.10"', Decimal("0.10")),
     ("string", '"é\\u00e9\\ud83d\\ude00"', "éé😀"),
     ("date", '"2024-02-29"', date(2024, 2, 29)),
+    ("time", '"12:34"', time(12, 34)),
+    ("time", '"12:34:56.123456"', time(12, 34, 56, 123456)),
     ("timestamp", '"2024-02-29T12:00:00.5"', datetime(2024, 2, 29, 12, 0, 0, 500000)),
     ("timestamp", '"2024-02-29T12:00:00.500000000"', datetime(2024, 2, 29, 12, 0, 0, 500000)),
     ("timestamptz", '"2024-02-29T12:00:00.0000000Z"', datetime(2024, 2, 29, 12, tzinfo=UTC)),
@@ -116,6 +118,9 @@ GOOD = [
 ]
 
 BAD = [
+    ("time", '"24:00"', "is not a time of the form"),
+    ("time", '"12:34Z"', "is not a time of the form"),
+    ("time", "12", "is not a text, as time needs"),
     ("boolean", "1", '"1" is not true or false'),
     ("int", "2147483648", "is beyond the range of int"),
     ("long", "1.0", '"1.0" is not a whole number'),

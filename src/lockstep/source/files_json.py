@@ -25,7 +25,7 @@ from lockstep.source.files_blocks import Lines
 from lockstep.source.files_columns import refuse_where, require_valid, whole_column
 from lockstep.source.files_fit import RECORDS_AT_ONCE, Misfit, Unfit, shown
 from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
-from lockstep.source.files_values import as_timestamps, from_text, is_text_form, misfit_reason
+from lockstep.source.files_values import as_times, as_timestamps, from_text, is_text_form, misfit_reason
 
 RECORDS: Final = Lines()
 _NUMBERS: Final = re.compile(r"int|long|float|double|decimal\(.*")
@@ -129,6 +129,8 @@ class JsonParser:
             return array
         if pa.types.is_timestamp(field.type):
             return as_timestamps(array, field.type)
+        if pa.types.is_time(field.type):
+            return as_times(array, field.type)
         return from_text(array, field.type) if is_text_form(field.type) else array.cast(field.type)
 
     def _refuse_infinite(self, array: pa.Array, name: str, lines: Sequence[bytes]) -> None:

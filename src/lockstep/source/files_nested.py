@@ -18,7 +18,7 @@ import pyarrow as pa
 from lockstep.arrow_types import arrow_type, conform
 from lockstep.errors import Corrupt
 from lockstep.job import ColumnMap
-from lockstep.source.files_values import without_spare_zeros
+from lockstep.source.files_values import as_times, without_spare_zeros
 
 _INTEGERS: Final = {pa.int32(): "int", pa.int64(): "long"}
 
@@ -163,6 +163,8 @@ def _from_text(text: str, kind: pa.DataType) -> Any:
             return found
         if pa.types.is_timestamp(kind):
             text = without_spare_zeros(text)
+        if pa.types.is_time(kind):
+            return as_times(pa.array([text]), kind)[0].as_py()
         return pa.scalar(text).cast(kind).as_py()
     except (ValueError, OverflowError) as error:
         if isinstance(error, Misvalue):

@@ -17,6 +17,7 @@ from lockstep.source.files_columns import refuse_where
 _UUID: Final = "^(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$"
 SPARE_ZEROS: Final = r"^([0-9T: -]+:[0-9]{2}\.[0-9]{6})0+((?:Z|[+-][0-9:]+)?)$"
 """A time with more digits of a second than a microsecond needs, all of them zeros."""
+_TIME: Final = r"^[0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?$"
 _HEX: Final = "^(?:[0-9a-fA-F]{2})*$"
 
 
@@ -34,6 +35,14 @@ def as_timestamps(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
         return texts.cast(kind)
     except pa.ArrowInvalid:
         return pc.replace_substring_regex(texts, SPARE_ZEROS, r"\1\2").cast(kind)
+
+
+def as_times(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
+    """Texts as times of a day; Arrow's own cast knows none. Raises: pa.ArrowInvalid if one is no time."""
+    if not pc.all(pc.match_substring_regex(texts, _TIME), min_count=0).as_py():
+        raise pa.ArrowInvalid("not a time")
+    on_a_day = pc.binary_join_element_wise("1970-01-01T", texts, "")
+    return as_timestamps(on_a_day, pa.timestamp("us")).cast(kind)
 
 
 def without_spare_zeros(text: str) -> str:
