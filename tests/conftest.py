@@ -20,7 +20,7 @@ from tests.store_lab import DatabaseClock, Stores
 from tests.zookeeper_server import ZooKeeperServer
 from tests.zygote import Zygote
 
-ServerT = TypeVar("ServerT", bound=object_servers.Server)
+ServerT = TypeVar("ServerT", bound=servers.Server)
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -18,78 +14,20 @@ from obstore.store import S3Store
 
 from tests.lab import die_with_parent
 from tests.readers import cache_folder
-from tests.servers import Missing, free_port
+from tests.servers import Missing, Server, free_port
 
 ROOT: Final = Path(__file__).parents[1]
 ACCESS_KEY: Final = "lockstep"
 SECRET_KEY: Final = "lockstep-s3cret"
 REGION: Final = "us-east-1"
-_READY_S: Final = 60.0
 
 
-class Server:
-    """A process of ours with its own port, folder and log. `kill` is SIGKILL; port and folder stay."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = free_port()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._process: subprocess.Popen[bytes] | None = None
+class HttpServer(Server):
+    before_exec = staticmethod(die_with_parent)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        self.launch()
-        self.await_ready()
-
-    def launch(self) -> None:
-        assert self._process is None, "it runs already"
-        command, environment = self._command()
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-                preexec_fn=die_with_parent,
-            )
-
-    def await_ready(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + _READY_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                tail = (self.folder / "log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"{type(self).__name__} did not start:\n{tail}")
-            time.sleep(0.05)
-
-    def kill(self) -> None:
-        """SIGKILL. Whoever asks now is refused."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Nobody is answered, and no connection breaks."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
-
-    def _command(self) -> tuple[list[str], dict[str, str]]:
-        raise NotImplementedError
-
-    def _answers(self) -> bool:
-        raise NotImplementedError
 
 
 def _get(url: str) -> bool:
@@ -100,7 +38,7 @@ def _get(url: str) -> bool:
         return False
 
 
-class Minio(Server):
+class Minio(HttpServer):
     """Object storage that keeps its buckets over a kill and a start."""
 
     def options(self, url: str | None = None) -> dict[str, str]:
@@ -142,7 +80,7 @@ class Minio(Server):
         return _get(f"{self.url}/minio/health/ready")
 
 
-class RestCatalog(Server):
+class RestCatalog(HttpServer):
     """The Iceberg REST reference server; its tables lie in a bucket of a MinIO."""
 
     def __init__(self, folder: Path, minio: Minio, warehouse: str, storage_url: str | None = None) -> None:
@@ -213,7 +151,7 @@ def s3_properties(url: str) -> dict[str, str]:
     }
 
 
-class Toxiproxy(Server):
+class Toxiproxy(HttpServer):
     """Proxies before other servers, and toxics in them."""
 
     def proxy(self, name: str, upstream_port: int) -> Proxy:

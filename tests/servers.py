@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,6 +20,7 @@ import psycopg
 USER = "lockstep"
 # Characters that have a meaning in a URL: what prints or parses it carelessly is found out.
 PASSWORD = "s3cret/@:%word"
+_READY_S = 60.0
 
 # Ends when its standard input does, so also when the process that holds the other end is killed.
 _REAPER = """
@@ -34,6 +39,71 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class Server:
+    """A process of ours with its own port, folder and log. `kill` is SIGKILL; port and folder stay."""
+
+    before_exec: Callable[[], None] | None = None
+    """Run in the new process. Not `die_with_parent` where a thread may start it: it dies with that thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.launch()
+        self.await_ready()
+
+    def launch(self) -> None:
+        assert self._process is None, "it runs already"
+        command, environment = self._command()
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                preexec_fn=self.before_exec,
+            )
+
+    def await_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + _READY_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                tail = (self.folder / "log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"{type(self).__name__} did not start:\n{tail}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL. Whoever asks now is refused; what was not answered may or may not be on disk."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Nobody is answered, and no connection breaks."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        """What to run, and what to add to its environment."""
+        raise NotImplementedError
+
+    def _answers(self) -> bool:
+        raise NotImplementedError
 
 
 class Postgresql:

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from tests.servers import Missing, free_port
+from tests.servers import Missing, Server, free_port
 
 JARS: Final = Path(os.environ.get("LOCKSTEP_ZOOKEEPER_JARS", "/usr/share/java"))
-_READY_S: Final = 60.0
 _MISSING: Final = (
     "ZooKeeper is not installed, and the tests of the job store need it: run `make setup` as root on "
     "Debian, or install the package zookeeper"
 )
 
 
-class ZooKeeperServer:
-    """One server of its own. `start` waits until it answers; `kill` is SIGKILL; the data folder stays."""
+class ZooKeeperServer(Server):
+    """One server of its own."""
 
     def __init__(self, folder: Path, ensemble: str = "") -> None:
-        self.folder = folder
-        self.port = free_port()
+        super().__init__(folder)
         self._main = "quorum.QuorumPeerMain" if ensemble else "ZooKeeperServerMain"
-        self._process: subprocess.Popen[bytes] | None = None
         if not (JARS / "zookeeper.jar").exists():
             raise Missing(_MISSING)
-        (folder / "data").mkdir(parents=True, exist_ok=True)
+        (folder / "data").mkdir(exist_ok=True)
         (folder / "zoo.cfg").write_text(
             f"dataDir={folder / 'data'}\n"
             f"clientPort={self.port}\nclientPortAddress=127.0.0.1\n"
@@ -49,51 +43,10 @@ class ZooKeeperServer:
     def url(self, chroot: str = "lockstep") -> str:
         return f"zookeeper://{self.address}/{chroot}"
 
-    def start(self) -> None:
-        self.launch()
-        self.await_ready()
-
-    def launch(self) -> None:
-        assert self._process is None, "it runs already"
-        with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *("java", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"),
-                    *("-cp", str(JARS / "zookeeper.jar")),
-                    f"org.apache.zookeeper.server.{self._main}",
-                    str(self.folder / "zoo.cfg"),
-                ],
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-            )
-
-    def await_ready(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + _READY_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                tail = (self.folder / "server.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"ZooKeeper did not start:\n{tail}")
-            time.sleep(0.05)
-
-    def kill(self) -> None:
-        """SIGKILL: what was answered is on disk, what was not may or may not be."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Nobody is answered, and no connection breaks."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        options = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        main = f"org.apache.zookeeper.server.{self._main}"
+        return ["java", *options, "-cp", str(JARS / "zookeeper.jar"), main, str(self.folder / "zoo.cfg")], {}
 
     def _answers(self) -> bool:
         try:
