@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pyarrow as pa
 
-from lockstep import passes
+from lockstep import merge, passes
 from lockstep.fingerprint import fingerprint
 from lockstep.job import (
     LOSERS,
@@ -64,7 +64,11 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
 
 
 def small(
-    block: int = 1000, fan_in: int = 64, least_range: int = 5000, long_run: int = 1_000_000
+    block: int = 1000,
+    fan_in: int = 64,
+    least_range: int = 5000,
+    long_run: int = 1_000_000,
+    huge: int = 10**9,
 ) -> AbstractContextManager[Any]:
     """Sizes at which a few rows make many blocks, runs and ranges."""
     stack = ExitStack()
@@ -73,6 +77,8 @@ def small(
     for name, value in (("PIECE_BYTES", 3 * block), ("SORTED_BYTES", 2 * block), ("SORT_ROW_BYTES", 0)):
         stack.enter_context(patch.object(sorting, name, value))
     stack.enter_context(patch.object(run, "SORT_ROW_BYTES", 0))
+    for room in (run, merge):
+        stack.enter_context(patch.object(room, "HUGE_BYTES", huge))
     for name, value in (("FAN_IN", fan_in), ("LEAST_RANGE_BYTES", least_range)):
         stack.enter_context(patch.object(passes, name, value))
     return stack

@@ -22,7 +22,7 @@ from lockstep.errors import Corrupt
 from lockstep.fingerprint import fingerprint
 from lockstep.job import DROPPED, RUN, Json, Plan, Position, SortKey
 from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, key_to_json, order, visible
-from lockstep.sink.run import order_of, unique_of
+from lockstep.sink.run import HUGE_BYTES, order_of, unique_of
 from lockstep.source import Chunk
 from lockstep.storage import Storage, local_path
 from lockstep.storage_errors import translated
@@ -120,7 +120,7 @@ class Window:
 
 def _merged(streams: Sequence[_Stream], keys: Sequence[SortKey], most_bytes: int) -> Iterator[Window]:
     while True:
-        bound = _refill(streams, most_bytes)
+        bound = _affordable(streams, _refill(streams, most_bytes), most_bytes)
         slices: list[list[pa.RecordBatch]] = []
         for stream in streams:
             if stream.loaded and (taken := stream.take(bound)):
@@ -152,6 +152,24 @@ def _refill(streams: Sequence[_Stream], most_bytes: int) -> Bound | None:
         else:
             heapq.heapreplace(waiting, (stream.last_key, stream.ordinal))
     return waiting[0] if waiting else None
+
+
+def _affordable(streams: Sequence[_Stream], bound: Bound | None, most_bytes: int) -> Bound | None:
+    """A nearer bound where the rows up to `bound` would be far too much at once: huge ones, of many runs.
+
+    At least one block comes before it. Of huge rows only the keys are in memory until they are taken.
+    """
+    if sum(stream.loaded_bytes for stream in streams) <= 2 * most_bytes:
+        return bound
+    blocks = sorted(
+        ((block.last_key, stream.ordinal), block.size_bytes) for stream in streams for block in stream.loaded
+    )
+    taken, nearer = 0, blocks[0][0]
+    for place, size_bytes in blocks:
+        if taken and taken + size_bytes > most_bytes:
+            return nearer if bound is None else min(nearer, bound)
+        taken, nearer = taken + size_bytes, place
+    return bound
 
 
 def _in_order(slices: Sequence[list[pa.RecordBatch]], keys: Sequence[SortKey]) -> list[pa.RecordBatch]:
@@ -192,6 +210,8 @@ class _Loaded:
     block: int
     row: int
     size_bytes: int
+    huge: bool = False
+    """One row, of which only the key is here; `size_bytes` is that of the row."""
 
 
 @dataclass
@@ -253,11 +273,15 @@ class _Stream:
         if first >= last:
             return 0
         kept = batch.slice(first, last - first)
+        size_bytes = int(kept.nbytes)
+        huge = size_bytes > HUGE_BYTES and kept.num_rows == 1 and self.memory is None
+        if huge:
+            kept = kept.select([key.column for key in self.keys]).take(pa.array([0]))
         self.loaded.append(
-            _Loaded(SortedRows(kept, self.keys), rows.key(last - 1), file, block, first, kept.nbytes)
+            _Loaded(SortedRows(kept, self.keys), rows.key(last - 1), file, block, first, size_bytes, huge)
         )
-        self.loaded_bytes += kept.nbytes
-        return int(kept.nbytes)
+        self.loaded_bytes += size_bytes
+        return size_bytes
 
     def take(self, bound: Bound | None) -> list[pa.RecordBatch]:
         """Hand out the loaded rows up to where all runs are loaded."""
@@ -272,7 +296,8 @@ class _Stream:
                     taken.append(head.rows.rows.slice(0, here))
                     self._advance(head, here)
                 break
-            taken.append(head.rows.rows)
+            whole = self._read(head.file, head.block).slice(head.row, 1) if head.huge else head.rows.rows
+            taken.append(whole)
             self.loaded_bytes -= head.size_bytes
             self.loaded.pop(0)
         return taken
@@ -310,6 +335,9 @@ class _Stream:
             return self.memory
         piece = self.files[file]
         try:
+            if file != self._file:  # a huge row, read again after the stream went on
+                with _open(piece, self.storage) as opened:
+                    return pa.ipc.open_file(opened).get_batch(block)
             if self._reader is None:
                 self._opened = _open(piece, self.storage)
                 self._reader = pa.ipc.open_file(self._opened)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.errors import Corrupt
+from lockstep.errors import Corrupt, Invalid
 from lockstep.job import KEYS, LOSERS, RUN, Json, Plan, StagedFile, TaskSpec
 from lockstep.keys import MOST_KEY_BYTES, Bound, Key, key_from_json
 from lockstep.merge import bound_to_json, window_bytes
@@ -24,6 +24,8 @@ from lockstep.unique import Published
 
 FAN_IN: Final = 64
 """Runs that one task merges: each has a file open and a block in memory."""
+ALWAYS_HELD_BYTES: Final = 64_000_000
+"""What a merge may hold of all runs, however little memory a task has."""
 TASKS_FOR_PARALLELISM: Final = 8
 LEAST_RANGE_BYTES: Final = 32_000_000
 FILE_RATIO: Final = 2
@@ -53,8 +55,12 @@ class Chain:
         return sum(int(file.stats["raw_bytes"]) for file in self.files)
 
     @property
-    def block_bytes(self) -> int:
-        return max(int(file.stats["block_bytes"]) for file in self.files)
+    def held_bytes(self) -> int:
+        """What a merge has in memory of this run at least."""
+        return max(
+            int(file.stats["held_bytes" if "held_bytes" in file.stats else "block_bytes"])
+            for file in self.files
+        )
 
 
 def chains_of(files: Sequence[StagedFile], kind: str, plan: Plan) -> list[Chain]:
@@ -142,11 +148,11 @@ def _groups(chains: Sequence[Chain], most_bytes: int) -> Iterator[list[Chain]]:
     group: list[Chain] = []
     held_bytes = 0
     for chain in chains:
-        if len(group) >= FAN_IN or (len(group) >= 2 and held_bytes + chain.block_bytes > most_bytes):
+        if len(group) >= FAN_IN or (len(group) >= 2 and held_bytes + chain.held_bytes > most_bytes):
             yield group
             group, held_bytes = [], 0
         group.append(chain)
-        held_bytes += chain.block_bytes
+        held_bytes += chain.held_bytes
     if group:
         yield group
 
@@ -192,6 +198,7 @@ def plan_ranges(files: Sequence[StagedFile], kind: str, plan: Plan) -> list[Task
     chains = chains_of(files, kind, plan)
     if not chains:
         return []
+    _refuse_too_large(chains, plan)
     losers = [file.path for file in files if file.kind == LOSERS and file.rows] if kind == RUN else []
     total = sum(chain.raw_bytes for chain in chains)
     # The hashes of a range of unique keys are held in memory, a data file is not.
@@ -211,6 +218,27 @@ def plan_ranges(files: Sequence[StagedFile], kind: str, plan: Plan) -> list[Task
         _spec(chains, samples, kind, low, high, losers, int(rows * share), int(total * share))
         for low, high, share in zip(edges[:-1], edges[1:], shares, strict=True)
     ]
+
+
+def _refuse_too_large(chains: Sequence[Chain], plan: Plan) -> None:
+    """As a rule keys of megabytes: of other rows a merge holds little, however large they are.
+
+    Raises: Invalid if the runs, combined as far as they are, cannot be merged in the memory of a task.
+    """
+    memory_bytes = plan.limits.task_memory_bytes
+    held_bytes = sum(chain.held_bytes for chain in chains)
+    if held_bytes <= max(memory_bytes // 2, ALWAYS_HELD_BYTES) or len(chains) <= 2:
+        return
+    largest_bytes = max(chain.held_bytes for chain in chains)
+    raise Invalid(
+        f"{len(chains)} runs with keys of up to {_mb(largest_bytes)} in a row cannot be merged in "
+        f"{_mb(memory_bytes)} of memory: {_mb(held_bytes)} of them would be held at a time",
+        hint=f'import again with limits.task_memory = "{_mb(3 * held_bytes)}", or with a shorter key',
+    )
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{-(-size_bytes // 10**6)}MB"
 
 
 def _samples(chains: Sequence[Chain]) -> Samples:

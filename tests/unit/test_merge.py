@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.errors import Corrupt
+from lockstep import merge, passes
+from lockstep.errors import Corrupt, Invalid
 from lockstep.job import RUN, SortKey
 from lockstep.merge import MergeReader
 from lockstep.passes import newest_runs, next_stage, plan_merge
@@ -74,6 +75,7 @@ def cut_up(random: Random, rows: list[Row], tasks: int) -> list[list[pa.RecordBa
     block=st.sampled_from([100, 1000, 10_000]),
     fan_in=st.sampled_from([2, 3, 8, 64]),
     ranges=st.sampled_from([200, 5000]),
+    huge=st.sampled_from([150, 10**9]),
     crashing=st.booleans(),
 )
 def test_rows_come_out_sorted_and_once_whatever_the_buffers_passes_ranges_and_crashes_were(
@@ -86,12 +88,13 @@ def test_rows_come_out_sorted_and_once_whatever_the_buffers_passes_ranges_and_cr
     block: int,
     fan_in: int,
     ranges: int,
+    huge: int,
     crashing: bool,
 ) -> None:
     random = Random(seed)
     rows = random_rows(random, count, shape)
     crashes = Crashes(seed if crashing else None)
-    with tempfile.TemporaryDirectory() as folder, small(block, fan_in, ranges, long_run=3 * block):
+    with tempfile.TemporaryDirectory() as folder, small(block, fan_in, ranges, 3 * block, huge):
         lab = RunsLab(Path(folder), order, memory=memory, file_size=random.choice([500, 5000]))
         lab.map(cut_up(random, rows, tasks), crashes)
         assert lab.rows(crashes) == in_order(rows, order)
@@ -255,6 +258,55 @@ def test_runs_that_differ_in_the_width_of_offsets_are_merged(tmp_path: Path, fan
         lab = RunsLab(tmp_path, memory=30_000)
         lab.map(tasks)
         assert lab.rows() == in_order(rows, [SortKey("k")])
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_many_runs_of_huge_rows_are_merged_within_the_memory_of_few_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descending: bool
+) -> None:
+    """A thousandth of 60 runs with rows of 50 MB, in tasks of 400 MB."""
+    order = (SortKey("k", descending=descending), SortKey("v"))
+    rows = [(at % 40, chr(97 + at % 26) * 50_000, at) for at in range(600)]
+    with small(block=1000, least_range=10**9, huge=4000):
+        lab = RunsLab(tmp_path, order, memory=400_000, file_size=10**9)
+        lab.map([[batch_of(rows[at : at + 10])] for at in range(0, 600, 10)])
+        following = next_stage("map", newest_runs(lab.files), lab.plan)
+        assert following.stage == "merge"
+        (task,) = following.tasks
+        assert len(task.descriptor["runs"]) >= 60
+        before, peak_bytes = pa.total_allocated_bytes(), 0
+
+        def read(self: merge._Stream, file: int, block: int) -> pa.RecordBatch:
+            nonlocal peak_bytes
+            found = really_read(self, file, block)
+            peak_bytes = max(peak_bytes, pa.total_allocated_bytes() - before)
+            return found
+
+        really_read = merge._Stream._read
+        monkeypatch.setattr(merge._Stream, "_read", read)
+        digests = []
+        for chunk in MergeReader(lab.plan, lab.storage).read(task.descriptor, None, 25_000):
+            digests += [(k, s[0], v) for k, s, v in rows_of(chunk.batch)]
+    assert digests == [(k, s[0], v) for k, s, v in in_order(rows, order)]
+    assert 50_000 < peak_bytes < 400_000, peak_bytes
+
+
+def test_keys_that_are_too_large_to_be_merged_are_refused_with_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "ALWAYS_HELD_BYTES", 64_000)
+    order = (SortKey("s"),)
+    rows = [(at, chr(97 + at % 26) * 50_000, at) for at in range(60)]
+    with small(block=1000, least_range=10**9, huge=4000):
+        lab = RunsLab(tmp_path, order, memory=400_000)
+        lab.map([[batch_of([row])] for row in rows])
+        with pytest.raises(Invalid, match=r"15 runs with keys of up to 1MB .* cannot be merged") as refused:
+            lab.rows()
+        assert [stage for stage, _ in lab.stages] == ["combine", "recombine"]
+        assert "limits.task_memory" in str(refused.value.hint)
+        roomy = RunsLab(tmp_path / "roomy", order, memory=3_000_000)
+        roomy.map([[batch_of([row])] for row in rows])
+        assert roomy.rows() == in_order(rows, order)
 
 
 def test_the_columns_of_the_table_come_out_and_no_other(tmp_path: Path) -> None:

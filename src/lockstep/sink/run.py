@@ -2,7 +2,8 @@
 
 A run holds rows in the order of the plan, in blocks of about a megabyte. Its manifest entry knows enough to
 plan a merge without opening it (`stats`): the number of blocks, bytes before compression, the largest
-block, and `samples`, the keys at which every `sampled`-th block begins, from block 0 on, and the `last` key.
+block and the most that a merge holds of one, and `samples`, the keys at which every `sampled`-th block
+begins, from block 0 on, and the `last` key.
 
 With a unique key a run carries the number of the task and of the record for each row, and has a narrow
 companion of the kind `keys`: unique columns and these numbers, sorted by the unique key.
@@ -26,6 +27,8 @@ from lockstep.sink.staging import ArrowFile, staged_url
 from lockstep.storage import Storage, local_path
 
 BLOCK_BYTES: Final = 1 << 20
+HUGE_BYTES: Final = 4 << 20
+"""Of a row beyond this a merge holds the key alone, and reads the row again when it is its turn."""
 MOST_BUFFER_BYTES: Final = 1 << 30
 """Offsets of texts in one array are 32-bit numbers."""
 MOST_SAMPLES: Final = 128
@@ -230,6 +233,7 @@ class RunFile:
         self._samples: list[Key] = []
         self.raw_bytes = 0
         self._block_bytes = 0
+        self._held_bytes = 0
         self._last: Key = ()
 
     @property
@@ -241,7 +245,14 @@ class RunFile:
         self._file.write(block)
         self.raw_bytes += block.nbytes
         self._block_bytes = max(self._block_bytes, block.nbytes)
+        self._held_bytes = max(self._held_bytes, self._held(block))
         self._last = bound_at(block, block.num_rows - 1, self._keys)
+
+    def _held(self, block: pa.RecordBatch) -> int:
+        """What a merge has in memory of a block while it waits for its turn."""
+        if block.nbytes <= HUGE_BYTES or block.num_rows > 1:
+            return int(block.nbytes)
+        return int(block.select([key.column for key in self._keys]).nbytes)
 
     def finish(self, sum_of_rows: Fingerprint) -> StagedFile:
         step = _sampling(self._samples)
@@ -249,6 +260,7 @@ class RunFile:
             "blocks": self._file.blocks,
             "raw_bytes": self.raw_bytes,
             "block_bytes": self._block_bytes,
+            "held_bytes": self._held_bytes,
             "sampled": step,
             "samples": [key_to_json(key) for key in self._samples[::step]],
             "last": key_to_json(self._last),
