@@ -7,16 +7,22 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import attempt, importer
+from lockstep.attempt import Link
 from lockstep.cli.main import main
 from lockstep.config import load_config
 from lockstep.engine import RunTask
 from lockstep.engine.spark import TASK_FAILURES
+from lockstep.job import Position, StagedFile
 from lockstep.runtime import FAILPOINTS_VARIABLE
+from lockstep.sink import losers, run
 from lockstep.store import open_store
 from lockstep.worker import Worker
 from tests.zygote import Child, Zygote
@@ -25,6 +31,8 @@ SLOTS = 2
 NEW_MOUNTS, NEW_USER = 0x00020000, 0x10000000
 PRIVATE_MOUNTS = 0x4000 | 0x40000
 STATE_VARIABLE = "LOCKSTEP_FAILPOINTS_STATE"
+ROWS_LOG = "rows.txt"
+DUE, CHECKPOINTED = -1, -2
 
 
 def on_stage(
@@ -78,6 +86,81 @@ def toil_on_a_small_disk(folder: str, size_bytes: str) -> None:
     ):
         raise OSError(ctypes.get_errno(), f"cannot mount a small disk at {folder}")
     toil()
+
+
+def command_in_small_steps(*arguments: str) -> None:
+    """`command`, where a small file is cut into tasks as a large one is."""
+    take_small_steps()
+    command(*arguments)
+
+
+def work_in_small_steps(*job_ids: str) -> None:
+    """`work`, where some thousand rows pass through as many files and checkpoints as millions do; it notes
+    them for `Rows`."""
+    take_small_steps()
+    attempt.Link = CountingLink  # type: ignore[misc]
+    work(*job_ids)
+
+
+def take_small_steps() -> None:
+    sizes = {
+        importer: {"LEAST_TASK_BYTES": 1, "SHARES": 2},
+        run: {"BLOCK_BYTES": 4_000, "LONG_RUN_BYTES": 40_000},
+        losers: {"FILE_BYTES": 2_000},
+    }
+    for room, constants in sizes.items():
+        for name, value in constants.items():
+            assert hasattr(room, name)
+            setattr(room, name, value)
+
+
+class CountingLink(Link):
+    """Notes the rows that an attempt has taken, and what it has checkpointed."""
+
+    def advance(self, rows: int, pending_bytes: int) -> None:
+        self._note(rows)
+        super().advance(rows, pending_bytes)
+
+    def checkpoint(self, position: Position, staged: list[StagedFile]) -> None:
+        self._note(DUE)
+        super().checkpoint(position, staged)
+        self._note(CHECKPOINTED)
+
+    def finish(self, position: Position, staged: list[StagedFile]) -> None:
+        self._note(DUE)
+        super().finish(position, staged)
+        self._note(CHECKPOINTED)
+
+    def _note(self, what: int) -> None:
+        with Path(ROWS_LOG).open("a") as log:
+            log.write(f"{self.lease.stage} {self.lease.index} {self.lease.epoch} {what}\n")
+
+
+@dataclass
+class Rows:
+    """What the attempts in a folder have taken: how much was lost, and the most between two checkpoints."""
+
+    lost: Counter[tuple[str, int]]
+    """By stage and task: rows that an attempt took and that no checkpoint covers."""
+    most: Counter[str]
+
+    @classmethod
+    def of(cls, folder: Path) -> Rows:
+        open_rows: Counter[tuple[str, int, int]] = Counter()
+        most: Counter[str] = Counter()
+        for line in (folder / ROWS_LOG).read_text().splitlines():
+            stage, index, epoch, what = line.split()
+            one = (stage, int(index), int(epoch))
+            if int(what) == DUE:
+                most[stage] = max(most[stage], open_rows[one])
+            elif int(what) == CHECKPOINTED:
+                del open_rows[one]
+            else:
+                open_rows[one] += int(what)
+        lost: Counter[tuple[str, int]] = Counter()
+        for (stage, number, _), rows in open_rows.items():
+            lost[stage, number] += rows
+        return cls(lost, most)
 
 
 class Troupe:

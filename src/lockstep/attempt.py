@@ -189,9 +189,19 @@ def _pump(pipeline: Pipeline, link: Link, position: Position | None) -> Position
 
 def _flushed(pipeline: Pipeline, link: Link) -> list[StagedFile]:
     staged = pipeline.flush()
-    if link.lease.stage == "map" and staged:
-        failpoint("map.after_run")
+    if staged:
+        _written(link.lease.stage)
     return staged
+
+
+def _written(stage: str) -> None:
+    """Files are there that no checkpoint lists yet. Sinks of data files have failpoints of their own."""
+    if stage == "map":
+        failpoint("map.after_run")
+    elif stage in ("combine", "recombine"):
+        failpoint("combine.after_run")
+    elif stage == "unique":
+        failpoint("unique.after_file")
 
 
 def _checkpointed(stage: str) -> None:

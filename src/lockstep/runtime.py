@@ -107,6 +107,8 @@ FAILPOINTS: Final = frozenset(
         "map.after_checkpoint",
         "stage.before_advance",
         "stage.after_advance",
+        "combine.after_run",
+        "unique.after_file",
         "merge.after_file",
         "commit.after_intent",
         "commit.before_publish",

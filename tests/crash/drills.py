@@ -2,7 +2,7 @@
 
 The victim reaches the failpoint and dies, meets an error, or falls asleep there and is stopped as a whole
 (SIGSTOP) until its lease has run out. Then a rescuer works on the same job. What has to be true afterwards
-does not depend on the cell.
+does not depend on the cell: the outcome is that of a job that nothing disturbed.
 """
 
 from __future__ import annotations
@@ -13,36 +13,45 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lockstep.job import Job, State
+from lockstep.job import Fingerprint, Job, State
 from tests import players
 from tests.lab import Lab
-from tests.players import Troupe
+from tests.players import Rows, Troupe
 from tests.store_lab import check_always_true
 from tests.zygote import Child, Zygote
 
 ACTIONS = ("kill", "error", "sleep")
+WHOLE = "kill worker"
+"""SIGKILL for a worker with all its tasks, while one of them is at the failpoint."""
 LIMITS = {"lease_s": 2.5}
 ASLEEP_S = 6.0
 KILLED = -signal.SIGKILL
+EACH_TIME = " each time that it gets there"
 CONFLICT = 3
 REFUSED = 2
-IN_EXECUTORS = ("write", "map", "merge")
+IN_EXECUTORS = ("write", "map", "combine", "unique", "merge")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of job with the failpoints that it passes, and how its result is judged.
+    """A kind of job with what happens at the failpoints that it passes, and how its result is judged.
 
     `request` is the command line that asks for it, `prepare` makes what that reads, and `assert_exact` fails
     unless the target of the one completed job holds the right rows once each, for an independent reader.
     """
 
     name: str
-    failpoints: tuple[str, ...]
+    failpoints: Mapping[str, tuple[str, ...]]
+    """Each with its actions."""
     prepare: Callable[[Lab], None]
     request: Callable[[Lab], tuple[str, ...]]
     assert_exact: Callable[[Lab], None]
     limits: Mapping[str, object] = field(default_factory=dict)
+    visits: Mapping[str, int] = field(default_factory=dict)
+    """At which of its visits to a failpoint something happens, if not at the first. Workers die at each of
+    those before as well, one after the other."""
+    command: Callable[..., object] = players.command
+    work: Callable[..., object] = players.work
 
 
 @dataclass(frozen=True)
@@ -63,17 +72,37 @@ class Result:
 
     story: str
     ending: str
+    figures: str = field(default="", compare=False)
+
+
+def undisturbed(family: Family, lab: Lab, zygote: Zygote) -> Fingerprint:
+    """The fingerprint of a job of this kind to which nothing happens."""
+    family.prepare(lab)
+    troupe = Troupe(zygote, lab.folder)
+    assert troupe.play(family.command, *family.request(lab), "--detach").wait() == 0, troupe.said()
+    (job,) = lab.jobs()
+    assert troupe.play(family.work, job.job_id).wait() == 0, troupe.said()
+    done = lab.store().read(job.job_id)
+    assert done.state is State.COMPLETED, done.error
+    family.assert_exact(lab)
+    assert done.fingerprint is not None
+    return done.fingerprint
 
 
 class Drill:
-    def __init__(self, family: Family, cell: Cell, lab: Lab, zygote: Zygote) -> None:
+    def __init__(
+        self, family: Family, cell: Cell, lab: Lab, zygote: Zygote, expected: Callable[[], Fingerprint]
+    ) -> None:
         self.family = family
         self.cell = cell
         self.lab = lab
+        self._expected = expected
         self._troupe = Troupe(zygote, lab.folder)
+        self._visits = family.visits.get(cell.failpoint, 1)
 
     def run(self) -> Result:
         self.family.prepare(self.lab)
+        self._before = self.lab.lineage() if self.lab.config.state_folder.exists() else []
         place = self.cell.failpoint.partition(".")[0]
         play = {"plan": self._planner, "fence": self._killer}.get(place, self._worker)
         try:
@@ -89,14 +118,19 @@ class Drill:
     def _worker(self, place: str) -> Result:
         """The victim works on the job; the rescuer finds what it has left."""
         job_id = self._ask()
-        with self._victim(players.work, job_id) as victim:
+        if self.cell.action == "kill" and place not in IN_EXECUTORS:
+            for visit in range(1, self._visits):
+                with self._victim(self.family.work, job_id, visit=visit) as victim:
+                    assert victim.wait() == KILLED
+        with self._victim(self.family.work, job_id) as victim:
             story = self._act(place, victim, lambda: self._rescue(job_id))
         self._rescue(job_id)
         self._assert_completed(job_id)
         if place in IN_EXECUTORS and self.cell.action != "sleep":
-            job = self.lab.store().read(job_id)
-            assert job.attempts > job.tasks_total, "no attempt was lost: the drill did not happen"
-        return Result(story, "exact")
+            store = self.lab.store()
+            tasks = [task for stage in store.read(job_id).plan.stages for task in store.tasks(job_id, stage)]
+            assert sum(task.attempts for task in tasks) > len(tasks), "no attempt was lost"
+        return Result(story, "exact", self._redone() if self.cell.action == WHOLE else "")
 
     def _act(self, place: str, victim: Child, rescue: Callable[[], None]) -> str:
         match self.cell.action:
@@ -105,17 +139,35 @@ class Drill:
                 return "the task's process dies; the driver starts the task anew"
             case "kill":
                 assert victim.wait() == KILLED
-                return "the worker dies; another one takes over"
+                return f"the worker dies{EACH_TIME if self._visits > 1 else ''}; another one takes over"
             case "error":
                 assert victim.wait() == 0
                 return "the worker tries again"
-        self._while_asleep(victim, rescue)
-        assert victim.wait() == 0
-        return "another worker takes over; the sleeper changes nothing"
+            case "sleep":
+                self._while_asleep(victim, rescue)
+                assert victim.wait() == 0
+                return "another worker takes over; the sleeper changes nothing"
+        assert self.cell.action == WHOLE
+        self._troupe.wait_for(self.cell.failpoint, times=self._visits)
+        victim.kill_group()
+        return "the worker dies with all its tasks; another one takes over"
+
+    def _redone(self) -> str:
+        """What a crash costs: for each task that ran, at most what lies between two checkpoints.
+
+        Rows are those that go to the sink: of a unique task the ones that lose.
+        """
+        rows = Rows.of(self.lab.folder)
+        assert rows.lost, "nothing was lost: the drill did not happen"
+        told = []
+        for (stage, index), lost in sorted(rows.lost.items()):
+            assert lost <= rows.most[stage], f"{stage} task {index}: {rows}"
+            told.append(f"{stage} task {index}: {lost} rows redone, at most {rows.most[stage]} in between")
+        return "; ".join(told)
 
     def _planner(self, place: str) -> Result:
         """The victim asks for the job; when it has not, somebody asks again."""
-        with self._victim(players.command, *self.family.request(self.lab), "--detach") as victim:
+        with self._victim(self.family.command, *self.family.request(self.lab), "--detach") as victim:
             if self.cell.action == "sleep":
                 self._while_asleep(victim, self._ask)
                 assert victim.wait() == CONFLICT
@@ -134,7 +186,7 @@ class Drill:
         """A committer sleeps before it publishes; the victim is the one who kills the job."""
         job_id = self._ask()
         asleep = f"commit.before_publish=sleep:{ASLEEP_S}"
-        with self._victim(players.work, job_id, failpoints=asleep) as committer:
+        with self._victim(self.family.work, job_id, failpoints=asleep) as committer:
             self._troupe.wait_for("commit.before_publish")
             self.lab.freeze_group(committer.pid)
             with self._victim(players.command, "kill", job_id) as victim:
@@ -165,16 +217,17 @@ class Drill:
 
     def _ask(self) -> str:
         """Ask for the job and leave it to workers."""
-        assert self._troupe.play(players.command, *self.family.request(self.lab), "--detach").wait() == 0
+        request = (*self.family.request(self.lab), "--detach")
+        assert self._troupe.play(self.family.command, *request).wait() == 0
         (job,) = self.lab.jobs()
         return job.job_id
 
     def _rescue(self, job_id: str) -> None:
-        assert self._troupe.play(players.work, job_id).wait() == 0
+        assert self._troupe.play(self.family.work, job_id).wait() == 0
 
     def _while_asleep(self, victim: Child, others: Callable[[], object]) -> None:
         """Stop the victim as a whole at its failpoint, let others act, and wake it up: it changes nothing."""
-        self._troupe.wait_for(self.cell.failpoint)
+        self._troupe.wait_for(self.cell.failpoint, times=self._visits)
         self.lab.freeze_group(victim.pid)
         others()
         before = self.lab.jobs()
@@ -186,25 +239,30 @@ class Drill:
         (job,) = self.lab.jobs()
         assert job.job_id == job_id
         assert job.state is State.COMPLETED, job.error
-        assert self.lab.lineage() == [job.snapshot_id]
+        assert self.lab.lineage() == [*self._before, job.snapshot_id]
         self.family.assert_exact(self.lab)
+        assert job.fingerprint == self._expected()
         self._assert_files(job)
         assert [pin for pin in self.lab.pins() if job_id in pin] == []
-        assert self._troupe.has_reached(self.cell.failpoint), "the failpoint was not reached"
+        assert self._troupe.has_reached(self.cell.failpoint, self._visits), "the failpoint was not reached"
 
     def _assert_files(self, job: Job) -> None:
         """The manifest of the store and the files of the snapshot are the same ones."""
         recorded = [file.path for file in self.lab.store().manifest(job.job_id, job.plan.stages[-1])]
         published = [task.file.file_path for task in self.lab.table().scan().plan_files()]
-        assert sorted(recorded) == sorted(published)
+        assert sorted(recorded) == sorted(path for path in published if job.job_id in path)
 
     # The processes
 
     @contextlib.contextmanager
     def _victim(
-        self, play: Callable[..., object], *arguments: str, failpoints: str | None = None
+        self,
+        play: Callable[..., object],
+        *arguments: str,
+        failpoints: str | None = None,
+        visit: int | None = None,
     ) -> Iterator[Child]:
-        armed = failpoints or f"{self.cell.failpoint}={self._armed_action}"
+        armed = failpoints or f"{self.cell.failpoint}={self._armed_action}@{visit or self._visits}"
         child = self._troupe.play(play, *arguments, failpoints=armed)
         try:
             yield child
@@ -213,4 +271,4 @@ class Drill:
 
     @property
     def _armed_action(self) -> str:
-        return f"sleep:{ASLEEP_S}" if self.cell.action == "sleep" else self.cell.action
+        return f"sleep:{ASLEEP_S}" if self.cell.action in ("sleep", WHOLE) else self.cell.action
