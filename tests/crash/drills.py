@@ -12,8 +12,10 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lockstep.job import Fingerprint, Job, State
+from lockstep.sweep import sweep
 from tests import players
 from tests.lab import Lab
 from tests.players import Rows, Troupe
@@ -73,6 +75,14 @@ class Result:
     story: str
     ending: str
     figures: str = field(default="", compare=False)
+
+
+def data_files(lab: Lab, name: str = "db.events") -> list[str]:
+    """What lies in a table's location beside its metadata."""
+    location = lab.table(name).location()
+    folder = Path(location.removeprefix("file://"))
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent != folder / "metadata"]
+    return sorted(f"file://{path}" for path in files)
 
 
 def undisturbed(family: Family, lab: Lab, zygote: Zygote) -> Fingerprint:
@@ -251,6 +261,11 @@ class Drill:
         recorded = [file.path for file in self.lab.store().manifest(job.job_id, job.plan.stages[-1])]
         published = [task.file.file_path for task in self.lab.table().scan().plan_files()]
         assert sorted(recorded) == sorted(path for path in published if job.job_id in path)
+        if self.cell.action == "sleep":
+            # One that wakes up when the job has ended may finish a file before it is told: a sweep takes it.
+            sweep(self.lab.config, self.lab.store())
+            assert data_files(self.lab) == sorted(published)
+        assert [path for path in data_files(self.lab) if "/lockstep-runs/" in path] == []
 
     # The processes
 
