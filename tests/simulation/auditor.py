@@ -12,7 +12,7 @@ import sqlite3
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,6 +62,8 @@ class Evidence:
     swept: Sequence[str]
     parts: Mapping[str, tuple[int, int]]
     """The rows of each part of the source, from the first up to the last."""
+    rows_per_key: int
+    """So many neighbours share a unique key, where a job has one; the first row of the job is kept."""
     rival_rows: Mapping[str, str]
     """What others have written, and into which table."""
     undisturbed: bool
@@ -95,10 +97,14 @@ class JobEvidence:
         self.appends: bool = plan["on_existing"] == "append"
         self.replaces: Sequence[str] = plan["replaces"]
         self.stages: Sequence[str] = plan["stages"]
+        self.stage: str = row["stage"]
         self.has_deadline: bool = plan["deadline_s"] is not None
         self.table_uuid: str = plan["target_uuid"]
         self.ranges = [evidence.parts[piece["name"]] for piece in json.loads(row["holding"])["pieces"]]
         self.rows = [number for first, last in self.ranges for number in range(first, last)]
+        keys = [number // evidence.rows_per_key for number in self.rows]
+        repeats = {number for at, number in enumerate(self.rows) if keys[at] in keys[:at]}
+        self.losers = repeats if "unique" in self.stages else set()
 
     @property
     def commits(self) -> list[str]:
@@ -210,7 +216,8 @@ def _rows_agree(evidence: Evidence, jobs: Sequence[JobEvidence], heads: Mapping[
         if evidence.tables[job.table_uuid].dropped:
             continue
         gone = not replaced.isdisjoint(job.commits)
-        wanted = Counter(job.rows if job.state == "completed" and not gone else [])
+        there_for = job.state == "completed" and not gone
+        wanted = Counter([row for row in job.rows if row not in job.losers] if there_for else [])
         found = Counter(row for rows in there.values() for row in rows)
         if found != wanted:
             what = f"{job.state}, and was replaced" if gone else job.state
@@ -308,12 +315,13 @@ def _lock_step(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
         query = "SELECT * FROM lockstep_tasks WHERE job_id = ? AND stage = ? ORDER BY idx"
         tasks = evidence.read(query, job.job_id, stage)
         descriptors = [json.loads(task["descriptor"]) for task in tasks]
-        ranges = [(one["first"], one["last"]) for one in descriptors]
-        for task, (first, last) in zip(tasks, ranges, strict=True):
-            yield from _task_in_lock_step(evidence, job, task, first, last)
-        covered = [row for first, last in sorted(ranges) for row in range(first, last)]
-        if covered != sorted(job.rows) and (ranges or stage == job.stages[0]):
-            yield f"the tasks of stage {stage} of {job.job_id} cover {ranges}, not {job.ranges}"
+        for task, one in zip(tasks, descriptors, strict=True):
+            yield from _task_in_lock_step(evidence, job, task, one["first"], one["last"])
+        for members in _by_kind(descriptors).values():
+            ranges = sorted((one["first"], one["last"]) for one in members)
+            covered = [row for first, last in ranges for row in range(first, last)]
+            if covered != sorted(job.rows) and (ranges or stage == job.stages[0]):
+                yield f"the tasks of stage {stage} of {job.job_id} cover {ranges}, not {job.ranges}"
 
 
 def _task_in_lock_step(
@@ -321,18 +329,48 @@ def _task_in_lock_step(
 ) -> Iterator[str]:
     position = json.loads(task["position"])["row"] if task["position"] not in (None, "{}") else first
     name = f"{task['stage']} task {task['idx']} of {job.job_id}"
-    listed = [file["path"] for file in _listed(evidence, task)]
-    if missing := [path for path in listed if path not in evidence.files]:
-        # Killed jobs are swept, and what an import has merged goes when it has ended.
-        given_up = job.state == "killed" or (job.state == "completed" and task["stage"] != job.stages[-1])
-        if not given_up or not set(missing) <= set(evidence.swept):
-            yield f"{name} lists {missing[0]}, which was deleted"
+    listed = list(_listed(evidence, task))
+    if missing := [file for file in listed if file["path"] not in evidence.files]:
+        for file in missing:
+            given_up = _given_up(evidence, job, task["stage"], file.get("kind", ""))
+            if not given_up or file["path"] not in evidence.swept:
+                yield f"{name} lists {file['path']}, which was deleted"
         return
-    rows = [row for path in listed for row in json.loads(evidence.files[path])]
-    if rows != list(range(first, position)):
-        yield f"{name} is at row {position}, and its files hold {rows}"
+    expected = [row for row in range(first, position) if _belongs(row, job, task["stage"])]
+    for files in _by_kind(listed).values():
+        rows = [row for file in files for row in json.loads(evidence.files[file["path"]])]
+        if rows != expected:
+            yield f"{name} is at row {position}, and its files hold {rows}"
     if task["state"] == "done" and position != last:
         yield f"{name} is done at row {position} of {last}"
+
+
+def _belongs(row: int, job: JobEvidence, stage: str) -> bool:
+    """Whether a row that a task has read is in its files."""
+    if stage == "unique":
+        return row in job.losers
+    return stage != "merge" or row not in job.losers
+
+
+def _given_up(evidence: Evidence, job: JobEvidence, stage: str, kind: str) -> bool:
+    """Killed jobs are swept; what an import has merged goes when it has ended, and what it has combined when
+    the stage that did so is over."""
+    if job.state == "killed" or (job.state == "completed" and stage != job.stages[-1]):
+        return True
+    passed = job.stages[job.stages.index(stage) + 1 : job.stages.index(job.stage)]
+    query = "SELECT descriptor FROM lockstep_tasks WHERE job_id = ? AND stage = ?"
+    combined = [
+        row for later in passed if "combine" in later for row in evidence.read(query, job.job_id, later)
+    ]
+    return any(json.loads(row["descriptor"])["kind"] == kind for row in combined)
+
+
+def _by_kind(things: Iterable[Any]) -> dict[str, list[Any]]:
+    """Files, or tasks, of runs and of keys apart. Without any: one kind, and nothing of it."""
+    found: dict[str, list[Any]] = {}
+    for thing in things:
+        found.setdefault(thing.get("kind", ""), []).append(thing)
+    return found or {"": []}
 
 
 def _listed(evidence: Evidence, task: sqlite3.Row) -> Iterator[Any]:

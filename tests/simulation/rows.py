@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, Retryable
-from lockstep.job import RUN, Fingerprint, Json, Lease, Piece, Plan, Position, StagedFile, TaskSpec
-from lockstep.sink.staging import staged_url
+from lockstep.job import DATA, Fingerprint, Json, Lease, Piece, Plan, Position, StagedFile, TaskSpec
 from lockstep.source import Chunk, FoundPin, PartInfo, PartitionInfo, Pin, SourceColumn, SourceTable
 
 if TYPE_CHECKING:
@@ -143,10 +141,16 @@ class StagedFiles:
     def flush(self) -> list[StagedFile]:
         if not self._rows:
             return []
-        world = self.world
         rows, self._rows = self._rows, []
-        path = self._path()
+        staged = self._write(rows)
         self._written += 1
+        return staged
+
+    def _write(self, rows: list[int]) -> list[StagedFile]:
+        raise NotImplementedError
+
+    def _put(self, path: str, rows: list[int], kind: str, stats: Json) -> StagedFile:
+        world = self.world
         world.call(f"put {path.rpartition('/')[2]} {rows}")
         if world.chance("storage_refused") or world.in_window("storage_away"):
             raise Retryable("the storage does not answer")
@@ -155,72 +159,16 @@ class StagedFiles:
         if world.chance("storage_reply_lost"):
             raise Retryable("the storage's reply was lost")
         found = Fingerprint(len(rows), {"id": sum(rows)})
-        return [self._staged(StagedFile(path, len(body), len(rows), "", found))]
+        return StagedFile(path, len(body), len(rows), "", found, kind=kind, stats=stats)
 
     def abort(self) -> None:
         self._rows = []
-
-    def _path(self) -> str:
-        raise NotImplementedError
-
-    def _staged(self, file: StagedFile) -> StagedFile:
-        return file
 
 
 class SimSink(StagedFiles):
     """Stands in for DataFileSink, with its names: a sweep knows them."""
 
-    def _path(self) -> str:
+    def _write(self, rows: list[int]) -> list[StagedFile]:
         lease = self._lease
         name = f"lockstep-{lease.job_id}-{lease.stage}-{lease.index:05d}-{lease.epoch:03d}"
-        return f"{self._plan.location}/data/{name}-{self._written:05d}.parquet"
-
-
-class SimRunSink(StagedFiles):
-    """Stands in for RunSink."""
-
-    def _path(self) -> str:
-        return staged_url(self._plan, self._lease, self._written, RUN)
-
-    def _staged(self, file: StagedFile) -> StagedFile:
-        return replace(file, kind=RUN, stats={"raw_bytes": file.size_bytes, "block_bytes": 1})
-
-
-def plan_sim_merge(files: Sequence[StagedFile], plan: Plan) -> list[TaskSpec]:
-    """Stands in for `plan_merge`: ranges of numbers over all runs. The same files give the same tasks."""
-    runs = sorted(file.path for file in files)
-    if not runs:
-        return []
-    first, last = plan.pin["first"], plan.pin["last"]
-    middle = first + (last - first) // 2
-    ranges = [(first, middle), (middle, last)] if first < middle else [(first, last)]
-    return [TaskSpec({"first": low, "last": high, "runs": runs}, high - low) for low, high in ranges]
-
-
-class SimMergeReader:
-    """Stands in for MergeReader: the rows of a range, from all runs, in order."""
-
-    world: World
-
-    def __init__(self, plan: Plan, storage: object) -> None:
-        pass
-
-    def read(self, descriptor: Json, position: Position | None, batch_bytes: int) -> Iterator[Chunk]:
-        first = descriptor["first"] if position is None else position["row"]
-        rows = sorted(row for path in descriptor["runs"] for row in self._run(path))
-        wanted = [row for row in rows if first <= row < descriptor["last"]]
-        while wanted:
-            self.world.call(f"merge {wanted[0]}")
-            count = self.world.random.randint(1, 3)
-            some, wanted = wanted[:count], wanted[count:]
-            yield Chunk(SimBatch(some), {"row": some[-1] + 1})
-
-    def _run(self, path: str) -> list[int]:
-        self.world.reach_storage(f"open {path.rpartition('/')[2]}")
-        if (body := self.world.storage.files.get(path)) is None:
-            job_id = path.split("/")[-2]
-            if self.world.state_of(job_id) not in ("completed", "killed"):
-                self.world.complaints.append(f"{path} was deleted, and its job still needs it")
-            raise Corrupt(f"{path} is gone")
-        found: list[int] = json.loads(body)
-        return found
+        return [self._put(f"{self._plan.location}/data/{name}-{self._written:05d}.parquet", rows, DATA, {})]

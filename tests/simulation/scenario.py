@@ -34,6 +34,7 @@ from tests.simulation.executors import SimEngine
 from tests.simulation.faults import Faults
 from tests.simulation.lake import LakeTable, add_column, append_as_a_rival, expire_snapshots
 from tests.simulation.rows import Ranges
+from tests.simulation.runs import ROWS_PER_KEY
 from tests.simulation.scheduler import Process, SimEvent
 from tests.simulation.world import World, database, in_place
 
@@ -109,10 +110,10 @@ class Scenario:
         self._disturb()
         self.scheduler.spawn(self.world.network, "the end", self._end)
 
-    def _fill_partition(self, name: str, row: int) -> None:
+    def _fill_partition(self, name: str, row: int, most_rows: int = 6) -> None:
         parts = self.world.partitions[name] = {}
         for number in range(self.world.random.choice((0, 1, 1, 2, 2, 3))):
-            rows = self.world.random.randint(0, 6)
+            rows = self.world.random.randint(0, most_rows)
             parts[f"{name}_{number}"] = (row, row + rows)
             row += rows
 
@@ -137,6 +138,7 @@ class Scenario:
                 **{name: rows for parts in world.partitions.values() for name, rows in parts.items()},
                 **self.inputs,
             },
+            rows_per_key=ROWS_PER_KEY,
             rival_rows=self.rival_rows,
             undisturbed=not world.faults.any and world.row_s < 1.0,
             ended_in_time=self.ended_in_time,
@@ -242,14 +244,15 @@ class Scenario:
         """Planned here, not by the importer: what is simulated is the way through the stages."""
         world = self.world
         parts = f"i{number}"
-        self._fill_partition(parts, 10_000 * (number + 1))
+        self._fill_partition(parts, 10_000 * (number + 1), most_rows=10)
         ranges = world.partitions.pop(parts)
         self.inputs |= ranges
         table = self._some_table()
+        unique = world.random.random() < 0.6
 
         def ask(process: Process) -> None:
             (job,) = world.open_store().create(
-                [new_import(runtime.new_id(), table, ranges, world.config.limits)]
+                [new_import(runtime.new_id(), table, ranges, world.config.limits, unique)]
             )
             self.scheduler.note(f"created {job.job_id}")
             self.known.append(job.job_id)
@@ -385,7 +388,7 @@ class Scenario:
         self.scheduler.stop()
 
 
-def new_import(job_id: str, table: LakeTable, ranges: Ranges, limits: Limits) -> NewJob:
+def new_import(job_id: str, table: LakeTable, ranges: Ranges, limits: Limits, unique: bool) -> NewJob:
     metadata = table.metadata
     numbers = [number for edges in ranges.values() for number in edges]
     plan = Plan(
@@ -403,8 +406,8 @@ def new_import(job_id: str, table: LakeTable, ranges: Ranges, limits: Limits) ->
             "first": min(numbers, default=0),
             "last": max(numbers, default=0),
         },
-        stages=("map", "merge"),
-        terms=ImportTerms(),
+        stages=("map", "combine", "recombine", *(("unique",) if unique else ()), "merge"),
+        terms=ImportTerms(unique=("id",), on_duplicate="keep-first") if unique else ImportTerms(),
         limits=limits,
     )
     tasks = [TaskSpec({"first": first, "last": last}, last - first) for first, last in ranges.values()]

@@ -11,11 +11,13 @@ from typing import Any, Final
 import pytest
 
 import lockstep.commit
+import lockstep.passes
+import lockstep.review
 import lockstep.stages
 import lockstep.sweep
 from lockstep.commit import Ending
 from lockstep.errors import CommitUnknown, ErrorInfo, Fenced
-from lockstep.job import Event, State, TaskState
+from lockstep.job import LOSERS, Event, State, TaskState
 from lockstep.store import sql_tasks
 from lockstep.store.sql import SqlStore
 from lockstep.target.iceberg import IcebergTarget
@@ -152,6 +154,49 @@ def runs_are_deleted_when_the_next_stage_begins(patch: pytest.MonkeyPatch) -> No
     patch.setattr(lockstep.stages, "_used_up", lambda manifests, in_use: in_use)
 
 
+def losers_are_forgotten_at_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    """Recorded only when the task ends: whoever goes on from a checkpoint has lost those before it."""
+    checkpoint = SqlStore.checkpoint
+
+    def forgetful(
+        self: SqlStore, lease: Any, position: Any, staged: Any, progress: Any, lease_s: float
+    ) -> Any:
+        kept = [] if lease.stage == "unique" else staged
+        return checkpoint(self, lease, position, kept, progress, lease_s)
+
+    patch.setattr(SqlStore, "checkpoint", forgetful)
+
+
+def losers_are_published_too(patch: pytest.MonkeyPatch) -> None:
+    newest = lockstep.passes.newest_runs
+
+    def without_losers(by_stage: Any) -> Any:
+        return [file for file in newest(by_stage) if file.kind != LOSERS]
+
+    patch.setattr(lockstep.passes, "newest_runs", without_losers)
+    patch.setattr(lockstep.review, "_does_not_add_up", lambda *_: None)
+
+
+def short_runs_are_merged_again(patch: pytest.MonkeyPatch) -> None:
+    """After they were combined: the long ones hold the same rows."""
+
+    def all_runs(by_stage: Any) -> Any:
+        return [file for files in by_stage.values() for file in files]
+
+    patch.setattr(lockstep.passes, "newest_runs", all_runs)
+    patch.setattr(lockstep.stages, "_used_up", lambda manifests, in_use: ())
+    patch.setattr(lockstep.review, "_does_not_add_up", lambda *_: None)
+
+
+def runs_are_deleted_before_the_longer_one_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    """At the step to the stage that combines them instead of the one after it."""
+
+    def too_early(manifests: Any, in_use: Any) -> Any:
+        return in_use if "combine" not in manifests else ()
+
+    patch.setattr(lockstep.stages, "_used_up", too_early)
+
+
 CALM_S: Final = 150.0
 PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
     (
@@ -197,6 +242,10 @@ PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
         Faults(CALM_S, source_corrupt=0.3),
     ),
     (runs_are_deleted_when_the_next_stage_begins, "still needs it", Faults(CALM_S)),
+    (runs_are_deleted_before_the_longer_one_is_recorded, "still needs it", Faults(CALM_S)),
+    (losers_are_forgotten_at_a_checkpoint, "its files hold", Faults(CALM_S, crash=0.02)),
+    (losers_are_published_too, "so many times", Faults(CALM_S)),
+    (short_runs_are_merged_again, "so many times", Faults(CALM_S)),
 ]
 
 

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +37,12 @@ import lockstep.merge
 import lockstep.passes
 import lockstep.pipeline
 import lockstep.sink.datafile
+import lockstep.sink.losers
 import lockstep.sink.run
 import lockstep.storage
 import lockstep.sweep
 import lockstep.target.iceberg
+import lockstep.unique
 import lockstep.worker
 from lockstep import attempt, runtime, source
 from lockstep.config import Config
@@ -54,12 +57,20 @@ from tests.simulation.lake import LakeTable, SimCatalog, SimStorage, Storage
 from tests.simulation.rows import (
     Ranges,
     SimInput,
-    SimMergeReader,
-    SimRunSink,
     SimSink,
     SimSource,
     StagedFiles,
+)
+from tests.simulation.runs import (
+    SimLosersSink,
+    SimMergeReader,
+    SimRunSink,
+    SimSortedRunSink,
+    SimUniqueReader,
     plan_sim_merge,
+    plan_sim_unique,
+    plan_sim_whole,
+    sim_published,
 )
 from tests.simulation.scheduler import (
     START,
@@ -94,6 +105,8 @@ class World:
         self.partitions: dict[str, Ranges] = {}
         self.pins: set[str] = set()
         self.row_s = 0.0
+        self.fan_in = self.random.choice((2, 2, 2, 3, 64))
+        """Runs that one task merges: with few of them imports combine runs, once or twice."""
         self.complaints: list[str] = []
         """What only those who stand in can see: the auditor reads it."""
         self.drivers: dict[int, SimChannelServer] = {}
@@ -105,7 +118,7 @@ class World:
             spark={},
             catalogs={"lake": {}},
             storage={},
-            limits=draw_limits(self.random),
+            limits=draw_limits(self.random, disturbed=self.faults.any),
             finished_job_ttl_s=1e9,
         )
 
@@ -172,6 +185,17 @@ class World:
         found = self._look("SELECT state FROM lockstep_jobs WHERE job_id = ?", job_id)
         return found[0] if found else "unknown"
 
+    def needs(self, job_id: str, path: str) -> bool:
+        """Whether a task reads this run that is not done, of the stage that its job is in."""
+        if self.state_of(job_id) in ("completed", "killed"):
+            return False
+        open_tasks = self._look(
+            "SELECT descriptor FROM lockstep_tasks JOIN lockstep_jobs USING (job_id, stage)"
+            " WHERE job_id = ? AND lockstep_tasks.state != 'done'",
+            job_id,
+        )
+        return any(path in descriptor for descriptor in open_tasks)
+
     def committing(self) -> list[str]:
         return self._look("SELECT job_id FROM lockstep_jobs WHERE state = ? ORDER BY job_id", "committing")
 
@@ -189,15 +213,16 @@ class World:
         return sql.SqlStore("")
 
 
-def draw_limits(source: random.Random) -> Limits:
-    """Budgets that run out now and then."""
-    return Limits(
+def draw_limits(source: random.Random, *, disturbed: bool) -> Limits:
+    """Budgets that run out now and then, but not because jobs commit to one table at the same time."""
+    drawn = Limits(
         lease_s=30.0,
         task_attempts=source.choice((2, 4, 8)),
         task_deadline_s=source.choice((60.0, 300.0)),
         commit_attempts=source.choice((1, 3, 6)),
         commit_deadline_s=source.choice((20.0, 60.0, 200.0)),
     )
+    return drawn if disturbed else replace(drawn, commit_attempts=Limits().commit_attempts)
 
 
 class ProcessClock:
@@ -340,8 +365,14 @@ def in_place(world: World) -> Iterator[None]:
         (source.open_frozen, SimInput),
         (lockstep.sink.datafile.DataFileSink, SimSink),
         (lockstep.sink.run.RunSink, SimRunSink),
+        (lockstep.sink.run.SortedRunSink, SimSortedRunSink),
+        (lockstep.sink.losers.LosersSink, SimLosersSink),
         (lockstep.merge.MergeReader, SimMergeReader),
+        (lockstep.unique.UniqueReader, SimUniqueReader),
+        (lockstep.unique.published, sim_published),
         (lockstep.passes.plan_merge, plan_sim_merge),
+        (lockstep.passes.plan_unique, plan_sim_unique),
+        (lockstep.passes._whole, plan_sim_whole),
         (lockstep.storage.Storage, SimStorage),
     ]
     with ExitStack() as stack:
@@ -362,6 +393,7 @@ def in_place(world: World) -> Iterator[None]:
         put(sql, "open_database", lambda url, clock: db)
         put(lockstep.target.iceberg, "load_catalog", lambda name, **properties: SimCatalog(world))
         put(lockstep.sweep, "ClickHouseSource", SimSource)
+        put(lockstep.passes, "FAN_IN", world.fan_in)
         put(lockstep.worker, "POLL_S", POLL_S)
         put(lockstep.worker, "BEAT_S", BEAT_S)
         put(attempt, "HEARTBEAT_S", BEAT_S)
