@@ -185,9 +185,12 @@ class Troupe:
         self._players += 1
         return self._zygote.start(on_stage, self._folder, environment, log, play, *arguments)
 
-    def has_reached(self, failpoint: str, times: int = 1) -> bool:
+    def times_reached(self, failpoint: str) -> int:
         count = self._counts / failpoint
-        return count.exists() and count.stat().st_size >= times
+        return count.stat().st_size if count.exists() else 0
+
+    def has_reached(self, failpoint: str, times: int = 1) -> bool:
+        return self.times_reached(failpoint) >= times
 
     def wait_for(self, failpoint: str, timeout_s: float = 60.0, *, times: int = 1) -> None:
         deadline = time.monotonic() + timeout_s
