@@ -96,6 +96,20 @@ def wait_until(happened: Callable[[], bool], within_s: float = 20.0) -> float:
     return time.monotonic() - start
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The statements that go to the server past SQLAlchemy."""
+    statements: list[str] = []
+    execute = psycopg.Cursor.execute
+
+    def noted(cursor: Any, query: Any, *about: Any, **options: Any) -> Any:
+        statements.append(query)
+        return execute(cursor, query, *about, **options)
+
+    monkeypatch.setattr(psycopg.Cursor, "execute", noted)
+    return statements
+
+
 # Opening
 
 
@@ -223,10 +237,9 @@ def test_leases_are_judged_by_the_clock_of_the_database_whatever_a_client_believ
     assert abs((claim.task.lease_until or 0) - LEASE_S - time.time()) < 10
     assert ahead.claim("ahead", 1, LEASE_S) == []
     assert ahead.expire(0.0) == []
-    assert behind.begin(claim.lease, 0.2).lease.epoch == 2
+    assert behind.begin(claim.lease, 3.0).lease.epoch == 2
     assert ahead.claim("ahead", 1, LEASE_S) == []
-    time.sleep(0.25)
-    assert len(ahead.claim("ahead", 1, LEASE_S)) == 1
+    wait_until(lambda: len(ahead.claim("ahead", 1, LEASE_S)) == 1)
     behind.close()
     ahead.close()
 
@@ -449,20 +462,13 @@ def test_a_job_that_stops_between_offer_and_claim_leases_nothing(
 
 
 def test_an_everyday_claim_is_two_statements_and_says_what_a_longer_one_says(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+    store: SqlStore, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.create([new_job("job1", 9), new_job("job2", 9)])
     first = store.claim("w0", 2, LEASE_S)
     for claim in first:
         store.fail(store.begin(claim.lease, LEASE_S).lease, ErrorInfo("Retryable", "away"), 0.0)
-    sent: list[str] = []
-    execute = psycopg.Cursor.execute
-
-    def counted(cursor: Any, query: Any, *about: Any, **options: Any) -> Any:
-        sent.append(query)
-        return execute(cursor, query, *about, **options)
-
-    monkeypatch.setattr(psycopg.Cursor, "execute", counted)
+    sent.clear()
     claims = store.claim("w1", 8, LEASE_S)
     assert len(sent) == 2
     assert Counter(claim.lease.job_id for claim in claims) == {"job1": 4, "job2": 4}
@@ -476,6 +482,74 @@ def test_an_everyday_claim_is_two_statements_and_says_what_a_longer_one_says(
     for claim in (*claims, *more):
         if claim.lease.job_id == "job1":
             assert replace(claim.job, updated_at=now.updated_at) == now
+
+
+def test_begin_checkpoint_and_finish_are_one_statement_each_for_who_is_alone_with_a_job(
+    store: JobStore, sent: list[str]
+) -> None:
+    store.create([new_job("job1", 9)])
+    begin_task(store, "job1")
+    [claim] = store.claim("w1", 1, LEASE_S)
+    sent.clear()
+    lease = store.begin(claim.lease, LEASE_S).lease
+    store.checkpoint(lease, {"row": 1}, [staged("a")], Progress(1, 10), LEASE_S)
+    store.checkpoint(lease, {"row": 2}, [staged("b")], Progress(2, 20), LEASE_S)
+    store.finish(lease, {"row": 3}, [staged("c")], Progress(3, 30))
+    assert len(sent) == 4
+    task = store.tasks("job1")[claim.lease.index]
+    assert (task.state, task.epoch, task.rows_done, task.files) == ("done", lease.epoch, 3, 3)
+    assert abs((task.started_at or 0) - time.time()) < 10
+    job = store.read("job1")
+    assert (job.rows_done, job.bytes_done, job.files, job.attempts) == (3, 30, 3, 2)
+    assert job.fingerprint is not None
+    assert job.fingerprint.rows == 3 * staged("a").fingerprint.rows
+
+
+def test_what_is_remembered_of_a_job_that_others_have_changed_is_not_written_back(
+    store: JobStore, own: Own, url: str
+) -> None:
+    log = own.server.folder / "log"
+    said_before = log.stat().st_size
+    other = open_store(url)
+    store.create([new_job("job1", 4)])
+    mine, theirs = (begin_task(store, "job1").lease for _ in range(2))
+    for row in range(1, 4):
+        other.heartbeat({mine: Progress(10 * row, 0), theirs: Progress(10 * row, 0)}, LEASE_S)
+        position = Progress(10 * row, row)
+        store.checkpoint(mine, {"row": row}, [staged(f"m{row}")], position, LEASE_S)
+        other.checkpoint(theirs, {"row": row}, [staged(f"t{row}")], position, LEASE_S)
+    job = store.read("job1")
+    assert (job.rows_done, job.bytes_done, job.files) == (60, 6, 6)
+    other.pause("job1")
+    assert store.checkpoint(mine, {"row": 5}, [], Progress(50, 5), LEASE_S) == "pause"
+    other.resume("job1")
+    store.finish(mine, {"row": 6}, [], Progress(60, 6))
+    assert store.read("job1").rows_done == 90
+    assert b"ERROR" not in log.read_bytes()[said_before:]
+    other.close()
+
+
+def test_a_task_that_is_remembered_and_was_taken_by_another_is_refused_without_a_word_in_the_log(
+    store: JobStore, own: Own, url: str
+) -> None:
+    log = own.server.folder / "log"
+    said_before = log.stat().st_size
+    other = open_store(url)
+    store.create([new_job("job1", 2)])
+    store.claim("w2", 1, LEASE_S)
+    [claim] = store.claim("w1", 1, LEASE_S)
+    lease = store.begin(claim.lease, LEASE_S).lease
+    # Neither of these touches the job's own row.
+    other.abandon("w1")
+    [taken] = other.claim("w3", 1, LEASE_S)
+    assert taken.lease.index == lease.index
+    for verb in ("checkpoint", "finish", "begin"):
+        with pytest.raises(Fenced):
+            VERBS[verb](store, lease)
+    other.begin(taken.lease, LEASE_S)
+    assert store.read("job1").files == 0
+    assert b"ERROR" not in log.read_bytes()[said_before:]
+    other.close()
 
 
 @pytest.mark.parametrize("known", ["nothing", "an empty table", "a full one"])

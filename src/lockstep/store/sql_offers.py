@@ -92,8 +92,8 @@ def in_turns(
 
 _ABOUT_A_JOB: Final = (TIME, "version", "leases", "owners", "retrying")
 _WIDTH: Final = len(jobs.c)
-_JOB_SHAPE: Final = shape_of(jobs.c.keys())
-_TASK_SHAPE: Final = shape_of(tasks.c.keys())
+JOB_SHAPE: Final = shape_of(jobs.c.keys())
+TASK_SHAPE: Final = shape_of(tasks.c.keys())
 
 
 def _offers(*only: ColumnElement[bool]) -> Select[Any]:
@@ -142,10 +142,10 @@ def offered(rows: Sequence[Sequence[Any]]) -> Iterator[tuple[Offer, float, str]]
     first: dict[str, Sequence[Any]] = {}
     for row in rows:
         first.setdefault(row[0], row)
-        free.setdefault(row[0], []).append(_TASK_SHAPE(row[_WIDTH + len(_ABOUT_A_JOB) :]))
+        free.setdefault(row[0], []).append(TASK_SHAPE(row[_WIDTH + len(_ABOUT_A_JOB) :]))
     for job_id, row in first.items():
         now, version, leases, owners, retrying = row[_WIDTH : _WIDTH + len(_ABOUT_A_JOB)]
-        job = _JOB_SHAPE(row[:_WIDTH])
+        job = JOB_SHAPE(row[:_WIDTH])
         yield Offer(job, leases, frozenset(owners or ()), retrying, free[job_id]), now, version
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from typing import cast as cast_type
 
 from sqlalchemy import (
     Connection,
     Double,
-    Engine,
     Row,
     Select,
     bindparam,
     cast,
-    create_engine,
     event,
     extract,
     func,
@@ -27,47 +26,35 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.selectable import SelectBase
 
 from lockstep.errors import Invalid, LockstepError, Retryable
-from lockstep.store.sql_changes import CHANGES_AT_ONCE, VERSION, Change, Together, grouped, numbered
-from lockstep.store.sql_database import TIME, Database, Offer, Undone, shape_of
-from lockstep.store.sql_offers import OFFERS, OFFERS_OF, offered
+from lockstep.store.sql_changes import (
+    CHANGES_AT_ONCE,
+    JOB_MOVES,
+    VERSION,
+    Change,
+    Later,
+    Together,
+    grouped,
+    later_in,
+    numbered,
+)
+from lockstep.store.sql_database import TIME, Database, Offer
+from lockstep.store.sql_link import STATEMENT_TIMEOUT_S, engine_at, translated, unknown
+from lockstep.store.sql_memory import Memory
+from lockstep.store.sql_offers import JOB_SHAPE, OFFERS, OFFERS_OF, TASK_SHAPE, offered
 from lockstep.store.sql_schema import jobs, tasks
 
 if TYPE_CHECKING:
     import psycopg
 
-CONNECT_TIMEOUT_S: Final = 10
-LOCK_TIMEOUT_S: Final = 15
-STATEMENT_TIMEOUT_S: Final = 30
-IDLE_TIMEOUT_S: Final = 3
-"""A worker that is stopped while it holds a job's lock delays a kill by so much: 5 s are promised."""
-_CONNECTIONS: Final = 8
-_CONNECTIONS_MORE: Final = 24
 _CHANGES: Final = "lockstep_changes"
 _VERBS_IN_LINE: Final = 16
 _SCHEMA_LOCK: Final = 0x6C6F636B73746570  # "lockstep"
-
-# A verb is some milliseconds of small statements, so these are bounds on faults, not on work: a server
-# that hangs, and a client that was stopped in the middle of a transaction and sits on the locks of a job.
-_SESSION: Final = {
-    "statement_timeout": f"{STATEMENT_TIMEOUT_S}s",
-    "lock_timeout": f"{LOCK_TIMEOUT_S}s",
-    "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S}s",
-}
-# A peer that is gone without a word is noticed in half a minute, also while an answer is awaited.
-_SOCKET: Final = {
-    "connect_timeout": CONNECT_TIMEOUT_S,
-    "keepalives": 1,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 25_000,
-}
 
 _TIME: Final = cast(extract("epoch", func.clock_timestamp()), Double).label(TIME)
 _NOW: Final = select(_TIME)
@@ -81,32 +68,15 @@ _JOB_AND_TASK: Final = (
     )
     .where(jobs.c.job_id == bindparam("job_id"))
 )
-_JOB_SHAPE: Final = shape_of([*jobs.c.keys(), TIME])
-_TASK_SHAPE: Final = shape_of(tasks.c.keys())
 _T = TypeVar("_T")
-
-# https://www.postgresql.org/docs/current/errcodes-appendix.html
-_UNDONE: Final = frozenset({"40001", "40P01", "23505"})
-"""Serialization failure, deadlock, and a key that somebody else inserted at the same instant."""
-_LOCKED: Final = frozenset({"55P03"})
-_SLOW: Final = frozenset({"57014"})
-_REFUSED: Final = frozenset({"42501", "25006", "28000", "28P01", "3D000", "3F000"})
-"""No right, a server that only reads, no such user, wrong password, no such database or schema."""
-_BAD_TEXT: Final = frozenset({"22021", "22P05"})
-# The driver has no code for what happens before a session exists.
-_REFUSED_WORDS: Final = (
-    "password authentication failed",
-    "no password supplied",
-    "no pg_hba.conf entry",
-    "does not exist",
-    "is not permitted to log in",
-    "invalid connection option",
-    "permission denied for database",
-)
 
 
 class _Overtaken(Exception):
     """The job was changed since it was read, or more has to be done than one statement can do."""
+
+
+class _Unknown(Exception):
+    """Nothing is remembered of a job or a task."""
 
 
 class _Alone:
@@ -117,9 +87,18 @@ class _Alone:
         self.driver = cast_type("psycopg.Connection[Any]", borrowed.driver_connection)
         self.driver.autocommit = True
         self.cursor = self.driver.cursor()
+        self.memory = Memory()
+        self.unsure = 0
+        """So many verbs read, because what was remembered before them was not true any more."""
+        self.begin()
+
+    def begin(self) -> None:
+        """For a verb, from its beginning."""
         self.info: dict[str, Any] = {}
         self.versions: dict[str, str] = {}
+        self.offers: dict[str, Offer] = {}
         self.changes: list[Change] = []
+        self.recalled = False
 
     def execute(self, *_about: object) -> NoReturn:
         raise _Overtaken
@@ -145,7 +124,7 @@ class PostgresqlDatabase(Database):
                 "the address of the job store names no database",
                 hint='for example "postgresql://lockstep:${PASSWORD}@host:5432/lockstep"',
             )
-        engine = _engine(url)
+        engine = engine_at(url)
         self._read_engine = engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
@@ -204,19 +183,50 @@ class PostgresqlDatabase(Database):
         """
         try:
             with self._unlocked() as alone:
-                answer = decide(cast_type("Connection", alone))
-                if alone.changes:
-                    self._send_moving(alone)
-                return answer
+                answer = self._recalled(alone, decide)
+                return self._read(alone, decide) if answer is None else answer[0]
         except _Overtaken:
             return super().decided(decide)
+
+    def _recalled(self, alone: _Alone, decide: Callable[[Connection], _T]) -> tuple[_T] | None:
+        """What follows from what this connection remembers, if that is still true and changes something.
+
+        Only what is read now may refuse a verb, or leave everything as it is.
+        """
+        if alone.unsure > 0:
+            alone.unsure -= 1
+            return None
+        alone.recalled = True
+        try:
+            answer = decide(cast_type("Connection", alone))
+        except _Unknown:
+            return None
+        except (LockstepError, _Overtaken):
+            alone.memory.forget()
+            return None
+        try:
+            if alone.changes:
+                self._send_moving(alone)
+                return (answer,)
+        except _Overtaken:
+            alone.unsure = _VERBS_IN_LINE
+        alone.memory.forget()
+        return None
+
+    def _read(self, alone: _Alone, decide: Callable[[Connection], _T]) -> _T:
+        """What follows from what is there. Raises: _Overtaken if it is not there any more."""
+        alone.begin()
+        answer = decide(cast_type("Connection", alone))
+        if alone.changes:
+            self._send_moving(alone)
+        return answer
 
     def at_once(self, decide: Callable[[Connection], Sequence[_T]]) -> list[_T]:
         try:
             with self._unlocked() as alone:
                 answers = decide(cast_type("Connection", alone))
                 made = self._send_held(alone) if alone.changes else []
-                return [answer for answer, was_made in zip(answers, made, strict=True) if was_made]
+                return [*compress(answers, made)]
         except _Overtaken:
             return []
 
@@ -243,7 +253,7 @@ class PostgresqlDatabase(Database):
         except psycopg.Error as error:
             raise DBAPIError("", None, error, connection_invalidated=alone.driver.closed) from error
         finally:
-            alone.info, alone.versions, alone.changes = {}, {}, []
+            alone.begin()
             self._spare.append(alone)
             if alone.driver.closed:
                 # The others will have been lost with it.
@@ -274,17 +284,20 @@ class PostgresqlDatabase(Database):
         import psycopg
 
         # The job first: whoever waits for it holds no task meanwhile, so nobody waits in a circle.
-        moves = [change for change in alone.changes if change.moves_the_job]
-        changes = moves + [change for change in alone.changes if not change.moves_the_job]
-        if len(moves) != 1 or len(changes) > CHANGES_AT_ONCE:
+        changes = sorted(alone.changes, key=Change.rank)
+        if [change.rank() for change in changes].count(JOB_MOVES) != 1 or len(changes) > CHANGES_AT_ONCE:
             raise _Overtaken
+        later = later_in(changes) if alone.recalled else frozenset()
         try:
-            [first, *_] = self._sent(alone, self._together.unmoved(changes), changes)
+            answers = self._sent(alone, self._together.unmoved(changes, later), changes)
         except psycopg.errors.DivisionByZero as error:
             raise _Overtaken from error
-        if first != 1:
-            self._crowded = _VERBS_IN_LINE
+        if answers[0] != 1:
+            if not alone.recalled:
+                self._crowded = _VERBS_IN_LINE
             raise _Overtaken
+        now = answers[-1] if later else None
+        alone.memory.follow(changes[0].job_id, answers[len(changes)], changes, now)
 
     def _send_held(self, alone: _Alone) -> list[bool]:
         """Change tasks of jobs that were read; answers which ones were still as they were read.
@@ -292,17 +305,22 @@ class PostgresqlDatabase(Database):
         Raises: _Overtaken if none was; Retryable if nobody knows.
         """
         changes = alone.changes
-        if len(changes) > CHANGES_AT_ONCE or any(change.moves_the_job for change in changes):
+        if len(changes) > CHANGES_AT_ONCE or any(change.rank() == JOB_MOVES for change in changes):
             raise _Overtaken
         text = self._together.held(changes, len({change.job_id for change in changes}))
         made = [count == 1 for count in self._sent(alone, text, changes)]
         if not any(made):
             self._crowded = _VERBS_IN_LINE
             raise _Overtaken
+        for change in compress(changes, made):
+            offer, version = alone.offers[change.job_id], alone.versions[change.job_id]
+            index = change.row["b_idx"]
+            alone.memory.learn(offer.job, version, [task for task in offer.free if task.idx == index])
+            alone.memory.follow(change.job_id, version, [change], None)
         return made
 
-    def _sent(self, alone: _Alone, text: str, changes: Sequence[Change]) -> Sequence[int]:
-        """The counts that the statement answers. Raises: Retryable if nobody knows."""
+    def _sent(self, alone: _Alone, text: str, changes: Sequence[Change]) -> Sequence[Any]:
+        """What the statement answers. Raises: Retryable if nobody knows."""
         import psycopg
 
         versions = {change.job_id: alone.versions[change.job_id] for change in changes}
@@ -324,6 +342,8 @@ class PostgresqlDatabase(Database):
     def now(self, connection: Connection) -> float:
         """One time for one transaction: asked for once, or brought along with the first row it locks."""
         known: float | None = connection.info.get(TIME)
+        if known is None and (alone := _if_alone(connection)) is not None and alone.recalled:
+            return cast_type("float", Later())
         if known is None:
             known = self.rows(connection, _NOW, {})[0][0]
             connection.info[TIME] = known
@@ -341,14 +361,26 @@ class PostgresqlDatabase(Database):
     ) -> tuple[Row[Any] | None, Row[Any] | None]:
         if (alone := _if_alone(connection)) is None:
             return super().lock(connection, locking, reading, about)
+        if alone.recalled:
+            recalled = alone.memory.recall(about["job_id"], about["stage"], about["idx"])
+            if recalled is None:
+                raise _Unknown
+            known, task = recalled
+            alone.versions[about["job_id"]] = known.version
+            return known.job, task
         text, own = self._worded(_JOB_AND_TASK)
         found = alone.cursor.execute(text, {**own, **about}).fetchone()
         if found is None:
             return None, None
-        width = len(jobs.c) + 1
-        alone.versions[about["job_id"]] = found[width]
-        task = _TASK_SHAPE(found[width + 1 :])
-        return _JOB_SHAPE(found[:width]), None if task.job_id is None else task
+        width = len(jobs.c)
+        job, now, version = JOB_SHAPE(found[:width]), found[width], found[width + 1]
+        task = TASK_SHAPE(found[width + 2 :])
+        self.note_time(connection, now)
+        alone.versions[about["job_id"]] = version
+        if task.job_id is None:
+            return job, None
+        alone.memory.learn(job, version, [task])
+        return job, task
 
     def offers(self, connection: Connection, slots: int, wanted: Sequence[str] | None) -> list[Offer]:
         alone = _if_alone(connection)
@@ -359,6 +391,7 @@ class PostgresqlDatabase(Database):
         for offer, now, version in offered(alone.cursor.execute(text, {**own, **about}).fetchall()):
             alone.info[TIME] = now
             alone.versions[offer.job.job_id] = version
+            alone.offers[offer.job.job_id] = offer
             found.append(offer)
         return found
 
@@ -397,78 +430,20 @@ class PostgresqlDatabase(Database):
             raise DBAPIError("", None, error, connection_invalidated=lost) from error
 
     def _lock_schema(self, connection: Connection) -> None:
+        # Nobody waits for a job meanwhile, and whoever makes the schema first has to load what does it.
+        connection.exec_driver_sql(
+            f"SET LOCAL idle_in_transaction_session_timeout = '{STATEMENT_TIMEOUT_S}s'"
+        )
         connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
 
     def _translated(self, error: DBAPIError) -> LockstepError:
-        code = getattr(error.orig, "sqlstate", None)
-        reason = _first_line(error)
-        if code in _UNDONE:
-            return Undone(f"the job store {self.name} undid a change: {reason}")
-        if code in _LOCKED:
-            return Retryable(
-                f"a job in the job store {self.name} has been locked for {LOCK_TIMEOUT_S} s",
-                hint="another client holds a transaction open on it; try again",
-            )
-        if code in _SLOW:
-            return Retryable(
-                f"the job store {self.name} did not answer within {STATEMENT_TIMEOUT_S} s",
-                hint="look at the load of the PostgreSQL server",
-            )
-        if code in _REFUSED or (code is None and any(words in reason for words in _REFUSED_WORDS)):
-            return Invalid(
-                f"the job store {self.name} refuses us: {reason}",
-                hint="check [store] url in lockstep.toml, and the rights of its user",
-            )
-        if code in _BAD_TEXT or "NUL" in reason:
-            return Invalid(f"text that PostgreSQL cannot hold: {reason}")
-        if error.connection_invalidated:
-            return Undone(f"the connection to the job store {self.name} was lost: {reason}", hint=_AWAY)
-        return Retryable(f"the job store {self.name} failed: {reason}", hint=_AWAY)
+        return translated(error, self.name)
 
     def _unknown(self, error: DBAPIError) -> Retryable:
-        """The connection was lost while the commit was under way; a verb that is sent again finds out."""
-        return Retryable(
-            f"the connection to the job store {self.name} was lost before it answered: {_first_line(error)}",
-            hint=_AWAY,
-        )
-
-
-_AWAY: Final = "check that the PostgreSQL server is up and can be reached; nothing that it answered is lost"
-
-
-def _engine(url: URL) -> Engine:
-    query = dict(url.query)
-    session = " ".join(f"-c {name}={value}" for name, value in _SESSION.items())
-    # What the address says comes last, and wins.
-    options = f"{session} {query.pop('options', '')}".strip()
-    sockets = {name: value for name, value in _SOCKET.items() if name not in query}
-    try:
-        return create_engine(
-            url.set(drivername="postgresql+psycopg", query=query),
-            connect_args={**sockets, "options": options, "application_name": "lockstep"},
-            isolation_level="READ COMMITTED",
-            pool_size=_CONNECTIONS,
-            max_overflow=_CONNECTIONS_MORE,
-            pool_timeout=STATEMENT_TIMEOUT_S,
-        )
-    except ArgumentError:
-        # Not chained: the cause quotes what it was given.
-        raise Invalid(
-            "the address of the job store is not one that PostgreSQL's driver takes",
-            hint='for example "postgresql://lockstep:${PASSWORD}@host:5432/lockstep"',
-        ) from None
-    except ModuleNotFoundError as error:
-        raise Invalid(
-            f"the driver for PostgreSQL is not installed ({error.name})",
-            hint="pip install 'lockstep[postgresql]'",
-        ) from error
+        return unknown(error, self.name)
 
 
 def _driver(connection: Connection) -> psycopg.Connection[Any]:
     found = connection.connection.driver_connection
     assert found is not None
     return cast_type("psycopg.Connection[Any]", found)
-
-
-def _first_line(error: DBAPIError) -> str:
-    return str(error.orig).strip().partition("\n")[0]
