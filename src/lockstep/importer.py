@@ -35,6 +35,10 @@ MODES: Final = ("auto", "direct", "merge")
 ON_DUPLICATE: Final = ("error", "keep-first", "keep-last", "reject")
 ON_EXISTING: Final = ("error", "skip", "append")
 FORMATS: Final = ("csv", "json", "parquet", "avro")
+TYPES: Final = (
+    "boolean, int, long, float, double, decimal(P, S), date, time, timestamp, timestamptz, string, uuid, "
+    "binary, fixed[N]; nested types in Iceberg's JSON"
+)
 TASK_BYTES: Final = 128_000_000
 LEAST_TASK_BYTES: Final = 16_000_000
 SHARES: Final = 4
@@ -139,7 +143,11 @@ def draft_import(
     undo.callback(files.close)
     table = files.describe()
     order = request.sort_by or request.unique
-    head = _new_head(table, order, request.allow_lossy) if existing is None else _ordered(existing, request)
+    if existing is None:
+        _check_known(request, [column.name for column in table.columns])
+        head = _new_head(table, order, request.allow_lossy)
+    else:
+        head = _ordered(existing, request)
     columns = _columns(request, table, head)
     mode = _mode(request, head)
     terms = ImportTerms(
@@ -173,6 +181,7 @@ def _check_request(request: ImportRequest) -> None:
     ):
         if value not in known:
             raise Invalid(f"{option} takes {', '.join(known)}, not {value!r}")
+    _check_schema(request.options.schema)
     if not request.inputs:
         raise Invalid("say what to import: files, folders, globs or an Iceberg table")
     if request.max_rejects < 0:
@@ -185,6 +194,21 @@ def _check_request(request: ImportRequest) -> None:
     for option, names in (("--sort-by", request.sort_by), ("--unique", request.unique)):
         if len(set(names)) != len(names):
             raise Invalid(f"{option} names a column twice: {', '.join(names)}")
+
+
+def _check_schema(schema: Json | None) -> None:
+    """Raises: Invalid for a type that is none."""
+    from lockstep.arrow_types import arrow_type, type_text
+
+    for column in schema["fields"] if schema else ():
+        try:
+            arrow_type(column["type"])
+        except (Invalid, KeyError) as error:
+            kind = type_text(column["type"]) if isinstance(error, Invalid) else "an incomplete type"
+            raise Invalid(
+                f'--schema gives column "{column["name"]}" the type {kind}, which Lockstep does not write',
+                hint=TYPES,
+            ) from error
 
 
 def _open(request: ImportRequest, existing: TargetTable | None, config: Config) -> Input:
@@ -204,15 +228,11 @@ def _absolute(address: str) -> str:
 def _new_head(table: SourceTable, order: Sequence[str], allow_lossy: bool) -> TargetTable:
     from lockstep.schema import derive
 
-    known = {column.name for column in table.columns}
-    for name in order:
-        if name not in known:
-            raise Invalid(f'there is no column "{name}" to sort by', hint=f"there are {', '.join(known)}")
     wanted = replace(table, sorting=[SourceField(name) for name in order] or table.sorting)
     schema, spec, sort_order = derive(wanted, allow_lossy=allow_lossy)
     if len(sort_order["fields"]) < len(order):
         name = order[len(sort_order["fields"])]
-        raise Invalid(f'column "{name}" cannot be sorted by: it is not a plain value')
+        raise Invalid(f'rows cannot be sorted by "{name}": it is not a plain value')
     return TargetTable(UNBORN, "", schema, spec, sort_order, {}, None)
 
 
@@ -246,12 +266,24 @@ def _order_is_new(draft: Draft) -> bool:
     return bool(draft.head.sort_order["fields"]) and draft.head.sort_order["order-id"] == 0
 
 
+def _check_known(request: ImportRequest, known: Sequence[str]) -> None:
+    """Raises: Invalid for a name that no column has."""
+    for option, names in (("--sort-by", request.sort_by), ("--unique", request.unique)):
+        for name in names:
+            if name not in known:
+                raise Invalid(
+                    f'{option} names "{name}", and there is no such column',
+                    hint=f"there are {', '.join(known)}",
+                )
+
+
 def _check_names(names: Sequence[str], option: str, schema: Json) -> None:
     kinds = {field["name"]: field["type"] for field in schema["fields"]}
     for name in names:
         if name not in kinds:
             raise Invalid(
-                f'{option} names "{name}", which is not a column', hint=f"there are {', '.join(kinds)}"
+                f'{option} names "{name}", and there is no such column',
+                hint=f"there are {', '.join(kinds)}",
             )
         if not isinstance(kinds[name], str):
             raise Invalid(f'{option} names "{name}", which is not a plain value')

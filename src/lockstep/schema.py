@@ -179,7 +179,7 @@ def _fit_column(column: SourceColumn, target: Json, allow_lossy: bool, ignore_ex
 
 def inexact_column(column: SourceColumn) -> str:
     """Why no Iceberg type holds a column exactly, and what to do."""
-    advice = "Cast it in a copy of the table, or leave it out there."
+    advice = column.advice or "Cast it in a copy of the table, or leave it out there."
     if column.lossy_type is not None:
         stored = type_text(column.lossy_type)
         advice = f"Pass --allow-lossy to store it as {stored}, or cast it in a copy of the table."

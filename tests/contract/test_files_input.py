@@ -419,6 +419,28 @@ def test_a_compressed_file_that_was_cut_short_is_a_clear_failure(tmp_path, name,
         lab.read_all()
 
 
+@pytest.mark.parametrize(
+    ("head", "what"),
+    [
+        (b"PK\x03\x04\x14\x00", "zip archive"),
+        (b"PAR1\x15\x04", "Parquet file"),
+        (b"Obj\x01\x04", "Avro file"),
+        ("a,b\n1,2\n".encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_file_that_is_plainly_no_text_is_refused_with_what_it_is(tmp_path, head, what):
+    (tmp_path / "a.csv").write_bytes(head)
+    with pytest.raises(Invalid, match=rf"a\.csv: it is .*{what}") as caught:
+        FilesLab(tmp_path, "a.csv")
+    assert caught.value.hint
+
+
+def test_a_header_with_one_name_twice_is_refused(tmp_path):
+    with pytest.raises(Invalid, match='several columns "a"') as caught:
+        read_one(tmp_path, "a,b,a\n1,2,3\n")
+    assert "--no-header" in str(caught.value.hint)
+
+
 def test_a_name_that_promises_another_compression_is_refused(tmp_path):
     path = csv_file(tmp_path, "a,b\n", "a.csv.gz")
     with pytest.raises(Invalid, match="has a name of gzip, but its content is not compressed"):

@@ -82,7 +82,7 @@ def test_fields_that_no_type_holds_exactly_must_be_given_a_type(tmp_path):
     with pytest.raises(Invalid, match="2 columns do not fit") as caught:
         read_lines(tmp_path, text)
     assert 'column "mixed"' in caught.value.message
-    assert "it holds numbers and texts; say its type with --schema" in caught.value.message
+    assert "it holds numbers and texts. Say its type with --schema." in caught.value.message
     assert "whole numbers beyond 64 bits" in caught.value.message
 
 

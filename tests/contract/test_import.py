@@ -43,6 +43,10 @@ def as_csv(rows: list[Row]) -> str:
     return text.getvalue()
 
 
+def _long(number: int, name: str) -> dict[str, Any]:
+    return {"id": number, "name": name, "required": False, "type": "long"}
+
+
 def published(lab: ImportLab) -> list[Row]:
     return [(row["id"], row["k"], row["name"]) for row in lab.rows()]
 
@@ -439,11 +443,15 @@ def test_rows_go_to_their_partitions_sorted_within_each(lab: ImportLab) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sort_by": ("nope",)}, 'no column "nope"'),
+        ({"sort_by": ("nope",)}, '--sort-by names "nope", and there is no such column'),
         ({"mode": "direct", "sort_by": ("k",)}, "can neither sort"),
         ({"sort_by": ("k", "k")}, "twice"),
         ({"create": False}, "no table"),
-        ({"unique": ("nope",)}, "nope"),
+        ({"unique": ("nope",)}, '--unique names "nope", and there is no such column'),
+        (
+            {"parse": ParseOptions(schema={"fields": [{**_long(1, "id"), "type": "strin"}]})},
+            '"id" the type strin, which',
+        ),
         ({"max_rejects": -1}, "negative"),
         ({"mode": "merge"}, "needs an order"),
         ({"on_duplicate": "maybe"}, "--on-duplicate"),
@@ -631,10 +639,6 @@ def test_to_list_rejects_and_duplicates_each_task_is_read_once_and_in_order(
     assert len(found) == 20_000 - len(lab.rows())
     assert [int(row["line"]) for row in found] == sorted(int(row["line"]) for row in found)
     assert all(row["raw"] == rows[int(row["line"]) - 2] for row in found)
-
-
-def _long(number: int, name: str) -> dict[str, Any]:
-    return {"id": number, "name": name, "required": False, "type": "long"}
 
 
 def test_of_far_too_many_duplicates_the_first_ones_are_listed_and_all_are_counted(

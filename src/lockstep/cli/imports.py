@@ -288,7 +288,7 @@ def _dry_page(draft: Draft, found: Rehearsal, request: ImportRequest) -> list[An
     )
     parts: list[Answer] = [
         columns,
-        line(f"{number(found.rows)} rows fit, {number(found.rejected)} do not"),
+        line(f"{_said(found.rows, 'fits', 'fit')}, {_said(found.rejected, 'does not', 'do not')}"),
         *_problem_grid(found.problems, found.rejected),
     ]
     parts[:0] = _skipped("would skip", draft.skipped)
@@ -298,6 +298,10 @@ def _dry_page(draft: Draft, found: Rehearsal, request: ImportRequest) -> list[An
     parts += [line(Span("the import would fail: ", "red"), why) for why in _objections(found, request)]
     parts.append(Line([Span("nothing was created: this was a dry run", "dim")]))
     return parts
+
+
+def _said(rows: int, of_one: str, of_many: str) -> str:
+    return f"{plural(rows, 'row')} {of_one if rows == 1 else of_many}"
 
 
 def _problem_grid(problems: list[dict[str, Any]], total: int) -> Iterator[Answer]:

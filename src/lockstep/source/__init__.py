@@ -30,7 +30,7 @@ class SourceColumn:
 
     `type` is Iceberg's own text (`long`, `decimal(20, 0)`, `list<...>` as PyIceberg prints it is not
     parseable, so nested types are Iceberg's JSON). Where none is exact, `type` is None, `problem` says
-    why, and `lossy_type` is what `--allow-lossy` would store, if anything.
+    why, and `lossy_type` is what `--allow-lossy` would store, if anything; `advice` says what else to do.
     """
 
     name: str
@@ -39,6 +39,7 @@ class SourceColumn:
     nullable: bool
     lossy_type: str | Json | None = None
     problem: str | None = None
+    advice: str | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from lockstep.source.files_open import (
     bare_name,
     compression_of,
     identity_of,
+    refuse_foreign,
     require_unchanged,
 )
 from lockstep.source.files_parquet import ParquetRows
@@ -229,6 +230,8 @@ class FilesInput:
             with OpenFile(self._storage, file.url, "none") as opened:
                 head = opened.read(MAGIC_BYTES)
             compression = compression_of(file.url, head, self._options.compression)
+            if compression == "none":
+                refuse_foreign(file.url, head)
             files.append(RawFile(file.url, file.size_bytes, "", compression))
         return files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -108,10 +109,18 @@ def _open_csv(
     begin, end = spans[0]
     fields = read_fields(block[begin:end], dialect)
     if any("\udc80" <= char <= "\udcff" for name in fields for char in name) and options.header:
-        raise Invalid(f"cannot read {file.url}: its header is not valid UTF-8")
+        raise Invalid(
+            f"cannot read {file.url}: its header is not valid UTF-8",
+            hint="for example `iconv -f LATIN1 -t UTF-8 FILE` makes UTF-8 of it",
+        )
     if not options.header:
         return _made_names(len(fields), options.schema), replace(file, start=start, line=line), block
     names = [name or f"c{number}" for number, name in enumerate(fields)]
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise Invalid(
+            f'{file.url} has several columns "{repeated[0]}"',
+            hint="rename them in its header, or name all columns in a --schema: --no-header --skip 1",
+        )
     return names, replace(file, start=start + end, line=line + count_lines(block[:end])), block[end:]
 
 

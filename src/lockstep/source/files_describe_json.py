@@ -101,7 +101,8 @@ def _columns(records: Sequence[dict[str, Any]], schema: Json | None) -> list[Sou
 def _guessed_column(name: str, values: Sequence[Any]) -> SourceColumn:
     guess = guess_type(values)
     if guess.type is None:
-        return SourceColumn(name, "JSON", None, True, None, f"{guess.problem}; say its type with --schema")
+        advice = "Say its type with --schema."
+        return SourceColumn(name, "JSON", None, True, None, guess.problem, advice)
     return SourceColumn(name, "JSON", guess.type, nullable=True)
 
 

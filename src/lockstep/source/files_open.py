@@ -18,6 +18,17 @@ SKIP_BYTES: Final = 1 << 22
 MAGIC_BYTES: Final = 16
 
 CODECS: Final = {"gzip": "gzip", "zstd": "zstd", "bz2": "bz2"}
+_UNPACK: Final = "unpack it; gzip, zstd and bz2 are read as they are"
+_FROM_UTF16: Final = "`iconv -f UTF-16 -t UTF-8 FILE` makes UTF-8 of it"
+_FOREIGN: Final = (
+    (b"PK\x03\x04", "a zip archive", _UNPACK),
+    (b"\xfd7zXZ\x00", "compressed with xz", _UNPACK),
+    (b"7z\xbc\xaf", "a 7z archive", _UNPACK),
+    (b"PAR1\x15", "a Parquet file", "say so with --format parquet"),
+    (b"Obj\x01", "an Avro file", "say so with --format avro"),
+    (b"\xff\xfe", "text in UTF-16", _FROM_UTF16),
+    (b"\xfe\xff", "text in UTF-16", _FROM_UTF16),
+)
 _SUFFIXES: Final = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
 
 
@@ -72,6 +83,13 @@ def compression_of(url: str, head: bytes, asked: str) -> str:
             hint="rename it, or say what it is with --compression",
         )
     return found
+
+
+def refuse_foreign(url: str, head: bytes) -> None:
+    """Raises: Invalid for the beginning of a file that is plainly no text, with what to do about it."""
+    for magic, what, hint in _FOREIGN:
+        if head.startswith(magic):
+            raise Invalid(f"cannot read {url}: it is {what}", hint=hint)
 
 
 def _by_magic(head: bytes) -> str:
