@@ -15,7 +15,8 @@ from lockstep.engine import RunTask
 from lockstep.errors import ErrorInfo, Fenced, Retryable
 from lockstep.job import Lease, State, TaskState
 from lockstep.store.sql import SqlStore
-from lockstep.worker import TO_DO, Worker, retry_delay_s
+from lockstep.waves import retry_delay_s
+from lockstep.worker import TO_DO, Worker
 from tests.store_lab import MovedClock, begin_task, new_job
 
 PROGRESS = {"progress": {"rows": 0, "size_bytes": 0}}
@@ -63,7 +64,7 @@ class Room:
 
     def ask(self, verb: str, lease: Lease, **body: Any) -> Any:
         """What an executor asks over the channel."""
-        return self.worker._answer(verb, {"lease": vars(lease), **body})
+        return self.worker._waves.answer(verb, {"lease": vars(lease), **body})
 
     def begin(self) -> Lease:
         """Let the worker launch the next task, and its executor begin."""
@@ -96,10 +97,10 @@ def test_a_night_between_two_workers_does_not_spend_the_tasks_deadline(room: Roo
     room.worker._shut_down()
     room.clock.at += 8 * 3600
     again = Worker(room.config, room.store, room.clock, engine=HandEngine())
-    room.worker, room.engine = again, again._engine  # type: ignore[assignment]
+    room.worker, room.engine = again, again._waves._engine  # type: ignore[assignment]
     room.begin()
     room.clock.at += 1
-    room.worker._beat_once()
+    room.worker._waves.beat()
     assert room.store.read("j1").state is State.RUNNING
 
 
@@ -109,7 +110,7 @@ def test_a_machine_that_was_off_does_not_spend_the_tasks_deadline(room: Room) ->
     room.clock.at += 8 * 3600
     room.begin()
     room.clock.at += 1
-    room.worker._beat_once()
+    room.worker._waves.beat()
     assert room.store.read("j1").state is State.RUNNING
 
 
@@ -128,7 +129,7 @@ def test_a_first_attempt_that_hangs_ends_at_the_tasks_deadline(room: Room) -> No
     for _ in range(70):
         room.clock.at += 60
         room.ask("heartbeat", lease, **PROGRESS)
-        room.worker._beat_once()
+        room.worker._waves.beat()
     ended = room.store.read("j1")
     assert ended.state is State.FAILED
     assert ended.error is not None
@@ -158,7 +159,7 @@ def test_a_job_that_cannot_run_here_spends_its_own_budget_and_no_other(
     for _ in range(20):
         room.worker._round()
         room.clock.at += 120
-        room.worker._beat_once()
+        room.worker._waves.beat()
     ended = room.store.read("j1")
     assert ended.state is State.FAILED
     assert ended.error is not None
@@ -212,9 +213,9 @@ def test_a_wave_that_dies_while_the_store_is_away_leaves_its_task_to_others(
 def test_an_executor_that_waits_for_the_store_is_not_silent(room: Room) -> None:
     room.store.create([job()])
     lease = room.begin()
-    with room.worker._being_answered(lease):
+    with room.worker._waves.being_answered(lease):
         room.clock.at += 120
-        room.worker._beat_once()
+        room.worker._waves.beat()
     assert room.store.read("j1").state is State.RUNNING
     assert room.engine.cancelled == []
 
@@ -223,7 +224,7 @@ def test_an_executor_that_is_silent_is_given_up(room: Room) -> None:
     room.store.create([job()])
     room.begin()
     room.clock.at += 120
-    room.worker._beat_once()
+    room.worker._waves.beat()
     (task,) = room.store.tasks("j1")
     assert task.state is TaskState.WAITING
     assert task.error is not None
@@ -237,7 +238,7 @@ def test_neighbours_of_a_task_that_was_forced_to_stop_lose_no_attempt(room: Room
     silent, neighbour = (Lease(**room.ask("begin", lease)["lease"]) for lease in list(room.engine.leases))
     room.clock.at += 120
     room.ask("heartbeat", neighbour, **PROGRESS)
-    room.worker._beat_once()
+    room.worker._waves.beat()
     room.engine.end_wave(RuntimeError("cancelled"))
     attempts = {task.index: task.attempts for task in room.store.tasks("j1")}
     assert attempts == {silent.index: 1, neighbour.index: 0}
@@ -249,7 +250,7 @@ def test_a_kill_reaches_a_running_task_with_its_next_heartbeat(room: Room) -> No
     from lockstep.job import Event
 
     room.store.stop("j1", Event.KILL)
-    room.worker._beat_once()
+    room.worker._waves.beat()
     assert room.ask("heartbeat", lease, **PROGRESS) == "stop"
     with pytest.raises(Fenced):
         room.ask("checkpoint", lease, position={"row": 1}, staged=[], **PROGRESS)
@@ -326,7 +327,7 @@ def test_jobs_on_a_dead_storage_leave_the_slots_to_those_on_another(room: Room) 
     room.store.create([job("healthy", 50, location="s3://there/t")])
     for _ in range(10):
         started = launched(room)
-        running = [key[0] for key in room.worker._held]
+        running = room.worker._waves.jobs_of_held()
         assert sum(name.startswith("stuck") for name in running) <= 1
         assert running.count("healthy") >= 4
         finishes(room, next(lease for lease in started if lease.job_id == "healthy"))
@@ -345,12 +346,12 @@ def test_a_dead_storage_is_tried_although_others_have_work_and_gets_all_slots_wh
     finishes(room, probe[0])
     room.clock.at += 1
     launched(room)
-    running = [key[0] for key in room.worker._held]
+    running = room.worker._waves.jobs_of_held()
     assert running.count("stuck") + running.count("healthy") == 5
-    for lease in [held.lease for held in room.worker._held.values() if held.lease.job_id == "healthy"]:
+    for lease in [held.lease for held in room.worker._waves._held.values() if held.lease.job_id == "healthy"]:
         finishes(room, lease)
     launched(room)
-    assert [key[0] for key in room.worker._held].count("stuck") > 1
+    assert room.worker._waves.jobs_of_held().count("stuck") > 1
 
 
 def test_a_slot_stays_free_for_whoever_comes_while_only_a_dead_storage_has_work(room: Room) -> None:
@@ -360,7 +361,7 @@ def test_a_slot_stays_free_for_whoever_comes_while_only_a_dead_storage_has_work(
     for _ in range(5):
         room.clock.at += 70
         launched(room)
-        assert len(room.worker._held) == 1
+        assert len(room.worker._waves.jobs_of_held()) == 1
     room.store.create([job("healthy", 1, location="s3://there/t")])
     assert [lease.job_id for lease in launched(room)] == ["healthy"]
 
