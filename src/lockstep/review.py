@@ -154,7 +154,8 @@ def _too_many_rejects(job: Job, store: JobStore, config: Config) -> ErrorInfo | 
     listed = "all of them are" if len(rows) == total else f"{len(rows)} of them are"
     return ErrorInfo(
         "Invalid",
-        f"{total} records do not fit, and {terms.max_rejects} are allowed: {some}",
+        f"{total} {'record was' if total == 1 else 'records were'} rejected, and --max-rejects allows "
+        f"{terms.max_rejects}: {some}",
         f"nothing was published; {listed} in {path}",
     )
 
@@ -193,8 +194,7 @@ def _write_rejects(job: Job, rows: list[Json], config: Config) -> str:
     """Write the rejects file once; whoever comes again finds the same rows there."""
     from lockstep.storage import Storage
 
-    assert job.plan.terms is not None
-    path = job.plan.terms.rejects or str(config.state_folder / f"rejects-{job.job_id}.csv")
+    path, otherwise = _rejects_paths(job, config)
     if "://" not in path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     storage = Storage(config.storage)
@@ -202,10 +202,24 @@ def _write_rejects(job: Job, rows: list[Json], config: Config) -> str:
     if storage.put_if_absent(path, content) or storage.read(path) == content:
         return path
     # Somebody else's file has this name by now: it stays as it is.
+    storage.put_if_absent(otherwise, content)
+    return otherwise
+
+
+def rejects_file(job: Job, config: Config) -> str:
+    """Where the rejects of a completed job are listed. Raises: Retryable if the storage does not answer."""
+    from lockstep.storage import Storage
+
+    path, otherwise = _rejects_paths(job, config)
+    return path if Storage(config.storage).size(otherwise) is None else otherwise
+
+
+def _rejects_paths(job: Job, config: Config) -> tuple[str, str]:
+    """Where the rejects go, and where if that name is taken."""
+    assert job.plan.terms is not None
+    path = job.plan.terms.rejects or str(config.state_folder / f"rejects-{job.job_id}.csv")
     stem, dot, ending = path.rpartition(".")
-    path = f"{stem}-{job.job_id}-{job.generation}{dot}{ending}"
-    storage.put_if_absent(path, content)
-    return path
+    return path, f"{stem}-{job.job_id}-{job.generation}{dot}{ending}"
 
 
 def _as_csv(rows: list[Json]) -> bytes:

@@ -246,10 +246,22 @@ def test_the_rejects_file_never_overwrites_anything(lab: ImportLab) -> None:
         lab.plan("a.csv", rejects=str(path), max_rejects=1)
     with pytest.raises(Invalid, match="exists already"):
         lab.plan("a.csv", rejects=str(other), max_rejects=1)
-    job = lab.plan("a.csv", rejects=str(lab.folder / "later.csv"), max_rejects=1, mode="direct")
+    later = str(lab.folder / "later.csv")
+    job = lab.plan("a.csv", rejects=later, max_rejects=1, mode="direct")
+    assert review.rejects_file(job, lab.config) == later
     lab.write("later.csv", "somebody else's")
     assert lab.finish(job).state is State.COMPLETED
     assert (lab.folder / "later.csv").read_text() == "somebody else's"
+    lab.write("b.csv", "id,k\n2,many\n")
+    (lab.folder / "later.csv").unlink()
+    job = lab.plan("b.csv", rejects=later, max_rejects=1, mode="direct")
+    lab.write("later.csv", "somebody else's")
+    job = lab.finish(job)
+    assert job.state is State.COMPLETED, job.error
+    assert (lab.folder / "later.csv").read_text() == "somebody else's"
+    beside = review.rejects_file(job, lab.config)
+    assert beside != later
+    assert "2,many" in Path(beside).read_text()
 
 
 def test_the_same_file_is_not_imported_twice_unless_that_is_said(lab: ImportLab) -> None:

@@ -79,6 +79,7 @@ def test_the_command_works_on_its_import_and_says_what_became_of_it(lab: Lab) ->
         "rows_written": 5000,
         "rows_rejected": 0,
         "duplicates": 0,
+        "rejects_file": None,
         "data_files": 1,
         "sortedness": 1.0,
     }

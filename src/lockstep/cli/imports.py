@@ -216,9 +216,14 @@ def _skipped(verb: str, skipped: Sequence[SkippedInput]) -> Iterator[Line]:
 def _summary(session: Session, job: Job) -> dict[str, Any] | None:
     if job.state is not State.COMPLETED:
         return None
-    from lockstep.review import sortedness, tally
+    from lockstep.review import rejects_file, sortedness, tally
 
-    return {**tally(job, session.store).to_json(), "sortedness": sortedness(job, session.store)}
+    counted = tally(job, session.store)
+    return {
+        **counted.to_json(),
+        "rejects_file": rejects_file(job, session.config) if counted.rejected else None,
+        "sortedness": sortedness(job, session.store),
+    }
 
 
 def _closing(session: Session, job: Job) -> list[Answer]:
@@ -234,11 +239,14 @@ def _closing(session: Session, job: Job) -> list[Answer]:
         ("rows rejected", number(summary["rows_rejected"])),
         ("duplicates", number(summary["duplicates"]) if terms.unique else "not checked"),
         ("files", f"{number(summary['data_files'])} ({size(job.bytes_done)})"),
-        ("sorted by", f"{', '.join(names)} ({summary['sortedness']:.0%} of the files in a row)")
+        ("sorted by", f"{', '.join(names)} ({summary['sortedness']:.0%} of the files in order)")
         if names
         else ("sorted by", "nothing"),
     ]
-    return [*closing(job), Grid(("", ">"), rows)]
+    parts: list[Answer] = [*closing(job), Grid(("", ">"), rows)]
+    if summary["rejects_file"] is not None:
+        parts.append(line(f"the rejected records are listed in {summary['rejects_file']}"))
+    return parts
 
 
 # Reading everything without writing anything
