@@ -160,6 +160,11 @@ def draft_import(
     _check_names(request.unique, "--unique", head.schema)
     pin = files.freeze()
     _refuse_own_inputs(terms.rejects, pin)
+    if pin.detail.get("uuid") == head.uuid and request.on_existing != "append":
+        raise Invalid(
+            f"{request.target} would be imported into itself",
+            hint="name another target, or pass --on-existing append to have its rows twice",
+        )
     beside = frozenset[str]()
     skipped: list[SkippedInput] = []
     if existing is not None and request.on_existing == "skip":
@@ -184,8 +189,13 @@ def _check_request(request: ImportRequest) -> None:
     _check_schema(request.options.schema)
     if not request.inputs:
         raise Invalid("say what to import: files, folders, globs or an Iceberg table")
-    if request.max_rejects < 0:
-        raise Invalid("--max-rejects cannot be negative")
+    for option, count in (
+        ("--max-rejects", request.max_rejects),
+        ("--skip", request.options.skip),
+        ("--limit", request.options.limit or 0),
+    ):
+        if count < 0:
+            raise Invalid(f"{option} cannot be negative")
     if request.mode == "direct" and (request.sort_by or request.unique):
         raise Invalid(
             "--mode direct writes rows as they come: it can neither sort nor check uniqueness",

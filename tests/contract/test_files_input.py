@@ -501,11 +501,14 @@ def test_inputs_are_paths_folders_and_globs_each_file_once_in_order(tmp_path):
 
 
 def test_an_address_without_files_is_refused(tmp_path):
-    for address in ("none.csv", "none*.csv"):
-        with pytest.raises(Invalid, match="there is no file none"):
+    for address, words in (
+        ("none.csv", "no file none.csv"),
+        ("none*.csv", r"no file that none\*.csv stands for"),
+    ):
+        with pytest.raises(Invalid, match=words):
             FilesLab(tmp_path, address)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(Invalid, match="there is no file folder"):
+    with pytest.raises(Invalid, match="there is no file in the folder folder"):
         FilesLab(tmp_path, "folder")
 
 

@@ -465,6 +465,8 @@ def test_rows_go_to_their_partitions_sorted_within_each(lab: ImportLab) -> None:
             '"id" the type strin, which',
         ),
         ({"max_rejects": -1}, "negative"),
+        ({"parse": ParseOptions(limit=-5)}, "--limit cannot be negative"),
+        ({"parse": ParseOptions(skip=-1)}, "--skip cannot be negative"),
         ({"mode": "merge"}, "needs an order"),
         ({"on_duplicate": "maybe"}, "--on-duplicate"),
     ],
@@ -737,6 +739,15 @@ def test_a_backfill_is_a_sorted_copy_of_one_snapshot(lab: ImportLab) -> None:
     found = [row for file in lab.files("db.by_k") for row in file["id"].to_pylist()]
     assert found == [row[0] for row in in_order(rows)]
     assert job.fingerprint == first.fingerprint
+
+
+def test_a_table_is_not_imported_into_itself_unless_that_is_said(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,2\n")
+    lab.run("a.csv", mode="direct")
+    with pytest.raises(Invalid, match="into itself"):
+        lab.plan(TARGET)
+    assert lab.run(TARGET, on_existing="append").state is State.COMPLETED
+    assert len(lab.rows()) == 2
 
 
 def test_a_copy_can_be_partitioned_in_another_way(lab: ImportLab) -> None:

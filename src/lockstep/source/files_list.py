@@ -26,14 +26,21 @@ def list_inputs(storage: Storage, addresses: Sequence[str], root: Path) -> list[
     for address in addresses:
         files = list(_files_of(storage, _absolute(address, root)))
         if not files:
-            raise Invalid(
-                f"there is no file {address}", hint="an input is a path, a folder, a glob or s3://…"
-            )
+            raise _nothing_at(address, _absolute(address, root))
         for file in sorted(files, key=lambda file: file.url):
             found.setdefault(file.url, file)
     if not found:
         raise Invalid("there is nothing to import: no input is named")
     return list(found.values())
+
+
+def _nothing_at(address: str, absolute: str) -> Invalid:
+    if local_path(absolute) is not None and os.path.isdir(absolute):
+        hint = "files whose names begin with . or _ count only if they are named themselves"
+        return Invalid(f"there is no file in the folder {address}", hint=hint)
+    if _WILD.search(address):
+        return Invalid(f"there is no file that {address} stands for", hint="look with ls, in this folder")
+    return Invalid(f"there is no file {address}", hint="an input is a path, a folder, a glob or s3://…")
 
 
 def _absolute(address: str, root: Path) -> str:
