@@ -31,7 +31,9 @@ from lockstep.config import load_config
 from lockstep.job import Job, State
 from lockstep.source.chdb_launch import IDLE_VARIABLE, connect
 from lockstep.store import JobStore, open_store
+from tests import players
 from tests.readers import read_with_duckdb
+from tests.zygote import Zygote
 
 COMMAND = str(Path(sys.executable).with_name("lockstep"))
 # Java starts in half the time where it does not prepare for a long life.
@@ -95,7 +97,8 @@ class Lab:
     """A working folder with `lockstep.toml`; each test has its own store and lake, and shares one chDB.
 
     `store_url` None: a SQLite file in the folder. `settings`: more tables of `lockstep.toml`, by their name
-    there, such as `catalogs.other`.
+    there, such as `catalogs.other`. `zygote`: forks the commands that a test waits for, which saves each of
+    them the start of an interpreter.
     """
 
     def __init__(
@@ -107,8 +110,10 @@ class Lab:
         spark: Mapping[str, object] | None = None,
         limits: Mapping[str, object] | None = None,
         settings: Settings | None = None,
+        zygote: Zygote | None = None,
     ) -> None:
         self.folder = folder
+        self._zygote = zygote
         self.chdb = chdb
         self.clickhouse = open_clickhouse(chdb)
         (folder / "lockstep.toml").write_text(_settings(store_url, spark or {}, limits or {}, settings or {}))
@@ -186,6 +191,10 @@ class Lab:
     def run(
         self, *arguments: str, failpoints: str = "", timeout_s: float = 150, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
+        if self._zygote is not None:
+            return self._forked(
+                self._zygote, players.command, *arguments, failpoints=failpoints, timeout_s=timeout_s, cwd=cwd
+            )
         return subprocess.run(
             [COMMAND, *arguments],
             cwd=cwd or self.folder,
@@ -194,6 +203,30 @@ class Lab:
             text=True,
             timeout=timeout_s,
             check=False,
+        )
+
+    def work_off(self) -> None:
+        """What `lockstep worker --once` does, with forked processes in Spark's place."""
+        assert self._zygote is not None
+        done = self._forked(self._zygote, players.toil_once)
+        assert done.returncode == 0, done.stderr
+
+    def _forked(
+        self,
+        zygote: Zygote,
+        play: Callable[..., object],
+        *arguments: str,
+        failpoints: str = "",
+        timeout_s: float = 150,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        return players.run_forked(
+            zygote,
+            play,
+            *arguments,
+            folder=cwd or self.folder,
+            environment=self._environment(failpoints),
+            timeout_s=timeout_s,
         )
 
     def ok(self, *arguments: str, failpoints: str = "") -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,7 +27,7 @@ from lockstep.job import Position, StagedFile
 from lockstep.runtime import FAILPOINTS_VARIABLE
 from lockstep.sink import losers, run
 from lockstep.store import open_store
-from lockstep.worker import Worker
+from lockstep.worker import Until, Worker
 from tests.zygote import Child, Zygote
 
 SLOTS = 2
@@ -53,6 +56,52 @@ def command(*arguments: str) -> None:
     main(arguments)
 
 
+def whole_process(
+    folder: Path,
+    environment: Mapping[str, str],
+    out: Path,
+    err: Path,
+    play: Callable[..., object],
+    *arguments: str,
+) -> object:
+    """Play in a session, a folder and an environment of its own, to the end of its last thread."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(os.devnull, "rb") as nothing, out.open("wb") as said, err.open("wb") as remarks:
+        for number, stream in enumerate((nothing, said, remarks)):
+            os.dup2(stream.fileno(), number)
+    try:
+        return play(*arguments)
+    except SystemExit as leaving:
+        return leaving.code
+    finally:
+        # What the interpreter does at its end: the threads of pools are waited for.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def run_forked(
+    zygote: Zygote,
+    play: Callable[..., object],
+    *arguments: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, without the start of an interpreter."""
+    with tempfile.TemporaryDirectory() as scratch:
+        said = [Path(scratch) / name for name in ("out", "err")]
+        child = zygote.start(whole_process, folder, environment, *said, play, *arguments)
+        try:
+            code = child.wait(timeout_s)
+        except TimeoutError:
+            child.kill_group()
+            raise
+        return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in said))
+
+
 def command_from_a_terminal(*arguments: str) -> None:
     """The same, where Ctrl-C is heard: who was started in the background would not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,11 +116,21 @@ def work(*job_ids: str) -> None:
     Worker(config, store, job_ids=job_ids, engine=ForkEngine(zygote)).run("jobs_ended")
 
 
-def toil(config: str = "lockstep.toml") -> None:
+def toil(config: str = "lockstep.toml", *, until: Until = "forever", slots: int = SLOTS) -> None:
     """`lockstep worker`, with forked processes in Spark's place: whatever the store holds, without end."""
     zygote = Zygote.fork()
     settings = load_config(Path(config))
-    Worker(settings, open_store(settings.store_url), engine=ForkEngine(zygote)).run("forever")
+    Worker(settings, open_store(settings.store_url), engine=ForkEngine(zygote, slots)).run(until)
+
+
+def toil_narrowly() -> None:
+    """`toil` with one core."""
+    toil(slots=1)
+
+
+def toil_once() -> None:
+    """`lockstep worker --once`: until nothing is left."""
+    toil(until="idle")
 
 
 def toil_on_a_small_disk(folder: str, size_bytes: str) -> None:
@@ -206,17 +265,17 @@ class Troupe:
 class ForkEngine:
     """Each task in a process of its own that is started anew when it dies, as Spark does. An `Engine`."""
 
-    slots = SLOTS
     driver_host = "127.0.0.1"
     alive = True
 
-    def __init__(self, zygote: Zygote) -> None:
+    def __init__(self, zygote: Zygote, slots: int = SLOTS) -> None:
+        self.slots = slots
         self._zygote = zygote
         self._lock = threading.Lock()
         self._children: dict[str, list[Child]] = {}
         self._cancelled: set[str] = set()
         self._waves = ThreadPoolExecutor(16, thread_name_prefix="wave")
-        self._tasks = ThreadPoolExecutor(SLOTS, thread_name_prefix="task")
+        self._tasks = ThreadPoolExecutor(slots, thread_name_prefix="task")
 
     def submit(self, group: str, run_task: RunTask, assignments: Sequence[Any]) -> Future[None]:
         tasks = [self._tasks.submit(self._run_task, group, run_task, each) for each in assignments]

@@ -6,6 +6,7 @@ What Spark's Python daemon does for its workers, this does for the processes of 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -180,6 +181,9 @@ def _perform(line: socket.socket) -> None:
 def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    # No collection in a child looks at what was loaded here: it would copy all those pages.
+    gc.collect()
+    gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

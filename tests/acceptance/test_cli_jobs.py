@@ -19,6 +19,8 @@ from lockstep.errors import ErrorInfo
 from lockstep.job import Event, Holding, Job, Kind, NewJob, Plan, State, TaskSpec
 from lockstep.runtime import new_id
 from lockstep.store import JobStore, open_store
+from tests import players
+from tests.zygote import Zygote
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 
@@ -26,8 +28,9 @@ LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 class Shell:
     """A working folder with its store, and the command in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, zygote: Zygote) -> None:
         self.folder = folder
+        self._zygote = zygote
         self.store: JobStore = open_store(load_config(self._touched()).store_url)
 
     def _touched(self) -> Path:
@@ -36,16 +39,30 @@ class Shell:
         return path
 
     def run(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("LOCKSTEP_")}
+        return players.run_forked(
+            self._zygote,
+            players.command,
+            *arguments,
+            folder=self.folder,
+            environment=self._environment(env or {}),
+            timeout_s=60,
+        )
+
+    def run_anew(self, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        """In an interpreter that has nothing loaded yet."""
         return subprocess.run(
             [LOCKSTEP, *arguments],
             cwd=self.folder,
-            env={**clean, **(env or {})},
+            env=self._environment(env),
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
+
+    def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("LOCKSTEP_")}
+        return {**clean, **more}
 
     def ok(self, *arguments: str) -> str:
         done = self.run(*arguments)
@@ -84,8 +101,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
-    return Shell(tmp_path)
+def shell(tmp_path: Path, zygote: Zygote) -> Shell:
+    return Shell(tmp_path, zygote)
 
 
 def test_jobs_lists_every_job_newest_first(shell: Shell) -> None:
@@ -312,7 +329,7 @@ def test_a_light_command_imports_nothing_heavy(shell: Shell) -> None:
         "obstore",
     )
     for command in (["jobs"], ["show", "0"], ["kill", "0"], ["sweep", "--help"]):
-        done = shell.run(*command, env={"PYTHONPROFILEIMPORTTIME": "1"})
+        done = shell.run_anew(*command, env={"PYTHONPROFILEIMPORTTIME": "1"})
         imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
         assert done.returncode == 0
         assert "lockstep" in imported

@@ -197,9 +197,11 @@ def test_a_source_that_is_dropped_as_it_is_read_returns_at_once_and_the_export_i
     assert lab.pins() == []
 
 
-def test_killed_jobs_that_hang_in_spark_give_their_slots_back(tmp_path: Path, stoppable_chdb: Path) -> None:
+def test_killed_jobs_that_hang_in_spark_give_their_slots_back(
+    tmp_path: Path, stoppable_chdb: Path, zygote: Zygote
+) -> None:
     """A task that hangs in its source, one that hangs as it writes, and a job that needs their slots."""
-    lab = Lab(tmp_path, stoppable_chdb)
+    lab = Lab(tmp_path, stoppable_chdb, zygote=zygote)
     lab.make_events("events", parts=4, rows=4000)
     rows = pa.table({"id": list(range(10))})
     (tmp_path / "other").mkdir()

@@ -84,7 +84,7 @@ def test_what_was_there_when_the_job_was_created_is_exported_whatever_moves_afte
     lab.sql(f"ALTER TABLE {table} MODIFY TTL ts + INTERVAL 1 DAY")
     lab.sql(f"OPTIMIZE TABLE {table} FINAL")
     assert lab.source_rows(table) != before
-    lab.ok("worker", "--once")
+    lab.work_off()
     assert lab.target_rows(unmanned.target) == before
     assert lab.pins() == []
 
@@ -106,7 +106,7 @@ def test_a_dropped_source_returns_at_once_and_the_job_completes_from_its_pin(unm
     before = lab.source_rows(unmanned.table)
     unmanned.detached()
     lab.sql(f"DROP TABLE {unmanned.table} SYNC")
-    lab.ok("worker", "--once")
+    lab.work_off()
     assert lab.target_rows(unmanned.target) == before
     assert lab.pins() == []
 
@@ -157,7 +157,7 @@ def test_replace_while_the_first_job_is_in_flight_leaves_the_rows_there_once(unm
     assert first in refused.stderr
     (second,) = unmanned.detached("--on-existing", "replace")
     assert lab.store().read(first).state is State.KILLED
-    lab.ok("worker", "--once")
+    lab.work_off()
     assert lab.store().read(second).state is State.COMPLETED
     lab.assert_exact(table=unmanned.table, target=unmanned.target)
 
@@ -169,7 +169,8 @@ def test_replace_fences_a_first_job_that_sleeps_in_its_commit(unmanned: Case) ->
     ) as first:
         job = lab.wait_for_state(State.COMMITTING)
         lab.wait_until(lambda: lab.store().read(job.job_id).commit_attempts == 1)
-        lab.ok(*unmanned.arguments("--all", "--on-existing", "replace"))
+        unmanned.detached("--on-existing", "replace")
+        lab.work_off()
         assert first.wait(timeout=60) == 4
     assert lab.store().read(job.job_id).state is State.KILLED
     lab.assert_exact(table=unmanned.table, target=unmanned.target)
@@ -216,7 +217,7 @@ def test_a_worker_that_slept_longer_than_its_lease_changes_nothing_when_it_wakes
     with lab.started("worker", failpoints="write.after_file=sleep:12") as sleeper:
         lab.wait_until(lambda: any(task.attempts for task in lab.store().tasks(lab.jobs()[0].job_id)))
         lab.freeze(sleeper)
-        lab.ok("worker", "--once")
+        lab.work_off()
         job = lab.jobs()[0]
         assert job.state is State.COMPLETED
         os.killpg(sleeper.pid, signal.SIGCONT)
@@ -232,11 +233,11 @@ def test_a_paused_job_stops_keeps_its_checkpoint_and_goes_on(unmanned: Case) -> 
     lab = unmanned.lab
     (job_id,) = unmanned.detached()
     lab.ok("pause", job_id)
-    lab.ok("worker", "--once")
+    lab.work_off()
     assert lab.store().read(job_id).state is State.PAUSED
     assert lab.lineage(unmanned.target) == []
     lab.ok("resume", job_id)
-    lab.ok("worker", "--once")
+    lab.work_off()
     lab.assert_exact(table=unmanned.table, target=unmanned.target)
 
 

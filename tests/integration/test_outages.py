@@ -87,7 +87,7 @@ def ground_on(folder: Path, chdb: Path, zygote: Zygote, url: str, minio: Minio, 
         **s3_properties(url),
     }
     settings = {"catalogs.lake": catalog, f'storage."s3://{bucket}"': {**minio.options(url), **IMPATIENT}}
-    lab = Lab(folder, chdb, limits={**LIMITS, **limits}, settings=settings)
+    lab = Lab(folder, chdb, limits={**LIMITS, **limits}, settings=settings, zygote=zygote)
     return Ground(lab, zygote, {**catalog, "s3.endpoint": minio.url})
 
 
@@ -187,6 +187,7 @@ def test_a_storage_that_stays_away_fails_the_jobs_and_a_retry_goes_on_from_what_
 def test_a_hundred_exports_asked_for_while_storage_is_away_all_run_when_it_is_back(
     ground: Ground, mortal_minio: Minio, spark: SparkReader
 ) -> None:
+    """Ninety of one command, and ten commands at the same time."""
     lab = ground.lab
     lab.make_events(rows=10, parts=1)
     (known,) = ground.export("--all", "--create")
@@ -195,12 +196,17 @@ def test_a_hundred_exports_asked_for_while_storage_is_away_all_run_when_it_is_ba
         " note Nullable(String)) ENGINE = MergeTree PARTITION BY toYYYYMMDD(ts) ORDER BY id"
     )
     lab.sql(
-        "INSERT INTO many SELECT number + 1000, toDateTime('2025-01-01', 'UTC') + number * 86400,"
-        " 'x', 1, NULL FROM numbers(100)"
+        "INSERT INTO many SELECT number + 1000, makeDateTime(2025, intDiv(number, 28) + 1, number % 28 + 1,"
+        " 0, 0, 0, 'UTC'), 'x', 1, NULL FROM numbers(100)"
     )
+    days = [f"2025{month:02}{day:02}" for month in range(1, 5) for day in range(1, 29)][:100]
     mortal_minio.kill()
     with ground.worker():
-        jobs = ground.export("--all", table="many")
+        ground.export(*(option for day in days[:90] for option in ("--partition", day)), table="many")
+        request = ("export", lab.source("many"), "iceberg://lake/db.events", "--detach", "--partition")
+        callers = [ground.troupe.play(command, *request, day) for day in days[90:]]
+        assert [caller.wait(WAIT_S) for caller in callers] == [0] * 10, ground.troupe.said()
+        jobs = [job.job_id for job in lab.jobs() if job.job_id != known]
         assert len(jobs) == 100
         mortal_minio.start()
         ended = ground.wait_for_ends([known, *jobs])
@@ -268,7 +274,7 @@ def test_a_catalog_that_answers_500_503_409_hangs_or_cuts_around_the_commit_publ
 ) -> None:
     faults = CatalogFaults(rest_catalog.port)
     catalog = {**rest_catalog.properties(faults.url), "rest.request-timeout": "30"}
-    lab = Lab(tmp_path, chdb_folder, limits=LIMITS, settings={"catalogs.lake": catalog})
+    lab = Lab(tmp_path, chdb_folder, limits=LIMITS, settings={"catalogs.lake": catalog}, zygote=zygote)
     settings = (tmp_path / "lockstep.toml").read_text()
     (tmp_path / "impatient.toml").write_text(settings.replace('"30"', '"5"'))
     ground = Ground(lab, zygote, rest_catalog.properties())

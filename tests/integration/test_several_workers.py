@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,16 @@ from lockstep.job import Job, State
 from lockstep.runtime import new_id
 from tests import players
 from tests.conftest import STORE_KINDS
-from tests.lab import COMMAND, Lab
+from tests.lab import Lab
 from tests.players import Troupe
 from tests.zygote import Zygote
 
 pytestmark = pytest.mark.servers
 
-Process = subprocess.Popen[str]
 IN_FLIGHT = 2
 """With one core a worker holds two tasks: one runs, and the next one is at hand."""
+ON_SPARK = "postgresql"
+"""The store whose workers are `lockstep worker` on Spark; with the others forked processes take its place."""
 
 
 @pytest.fixture(params=STORE_KINDS)
@@ -32,13 +32,26 @@ def narrow_lab(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     stoppable_chdb: Path,
+    zygote: Zygote,
     empty_stores: Callable[[str, str], str | None],
 ) -> Iterator[Lab]:
     """On each kind of store: workers that have one core each, and a source that can be stopped."""
     url = empty_stores(request.param, f"workers_{new_id()}")
-    lab = Lab(tmp_path, stoppable_chdb, url, spark={"master": "local[1]"})
+    lab = Lab(tmp_path, stoppable_chdb, url, spark={"master": "local[1]"}, zygote=zygote)
     yield lab
     lab.close()
+
+
+@contextmanager
+def a_worker(lab: Lab, troupe: Troupe, play: Callable[..., object]) -> Iterator[int]:
+    """Answers its process, which has a group of its own."""
+    if lab.config.store_url.startswith(ON_SPARK):
+        with lab.started("worker") as process:
+            yield process.pid
+        return
+    worker = troupe.play(play)
+    yield worker.pid
+    worker.kill_group()
 
 
 def ask(lab: Lab, table: str, *options: str) -> list[str]:
@@ -53,10 +66,10 @@ def held(lab: Lab, job_id: str, *, begun: bool) -> Counter[int]:
     return Counter(int(str(task.owner).split("/")[1]) for task in tasks)
 
 
-def wait_until_each_is_full(lab: Lab, job_id: str, workers: list[Process]) -> None:
+def wait_until_each_is_full(lab: Lab, job_id: str, workers: list[int]) -> None:
     """Each worker runs one task, and has the next one at hand."""
-    running = Counter({worker.pid: 1 for worker in workers})
-    full = Counter({worker.pid: IN_FLIGHT for worker in workers})
+    running = Counter(dict.fromkeys(workers, 1))
+    full = Counter(dict.fromkeys(workers, IN_FLIGHT))
     lab.wait_until(lambda: held(lab, job_id, begun=True) == running, timeout_s=240)
     assert held(lab, job_id, begun=False) == full
 
@@ -66,8 +79,9 @@ def finish(lab: Lab, job_ids: list[str]) -> list[Job]:
 
 
 @pytest.mark.timeout(900)
-def test_workers_share_a_job_and_finish_what_one_of_them_loses(narrow_lab: Lab) -> None:
+def test_workers_share_a_job_and_finish_what_one_of_them_loses(narrow_lab: Lab, zygote: Zygote) -> None:
     lab = narrow_lab
+    troupe = Troupe(zygote, lab.folder)
     lab.make_events("shared", parts=8, rows=2000)
     lab.make_events("tiny", partitions=3, parts=3, rows=1)
     lab.make_events("lost", parts=8, rows=2000)
@@ -75,7 +89,8 @@ def test_workers_share_a_job_and_finish_what_one_of_them_loses(narrow_lab: Lab) 
     with ExitStack() as stack:
         shared = ask(lab, "shared", "--file-size", "15KB")
         with lab.frozen_source():
-            workers = [stack.enter_context(lab.started("worker")) for _ in range(3)]
+            hired = [a_worker(lab, troupe, players.toil_narrowly) for _ in range(3)]
+            workers = [stack.enter_context(each) for each in hired]
             wait_until_each_is_full(lab, shared[0], workers)
             waiting = [task for task in lab.store().tasks(shared[0]) if not task.owner]
             assert len(waiting) == 2, "more work than slots waits"
@@ -91,29 +106,28 @@ def test_workers_share_a_job_and_finish_what_one_of_them_loses(narrow_lab: Lab) 
         assert_that_the_lost_are_replaced(lab, workers)
 
 
-def assert_that_the_lost_are_replaced(lab: Lab, workers: list[Process]) -> None:
+def assert_that_the_lost_are_replaced(lab: Lab, workers: list[int]) -> None:
     """One worker is killed and one sleeps through its lease; the third finishes what they held."""
     dead, asleep, awake = workers
     # One that is stopped as it looks for an embedded server would keep others from finding it.
     lab.wait_until(lambda: lab.pins() == [])
     for worker in workers:
-        lab.freeze(worker)
+        lab.freeze_group(worker)
     (job_id,) = ask(lab, "lost", "--file-size", "15KB")
     with lab.frozen_source():
         for worker in workers:
-            os.killpg(worker.pid, signal.SIGCONT)
+            os.killpg(worker, signal.SIGCONT)
         wait_until_each_is_full(lab, job_id, workers)
-        os.killpg(dead.pid, signal.SIGKILL)
-        lab.freeze(asleep)
+        os.killpg(dead, signal.SIGKILL)
+        lab.freeze_group(asleep)
     finish(lab, [job_id])
     lab.assert_exact(table="lost", target="db.lost")
     before = lab.store().read(job_id)
     assert before.state is State.COMPLETED
     assert before.attempts > before.tasks_total, "nobody had to take over"
 
-    awake.send_signal(signal.SIGTERM)
-    awake.wait(timeout=60)
-    os.killpg(asleep.pid, signal.SIGCONT)
+    os.killpg(awake, signal.SIGKILL)
+    os.killpg(asleep, signal.SIGCONT)
     # Once it has done something new, it is past all that it could still have sent of the old.
     (job,) = finish(lab, ask(lab, "after"))
     assert job.state is State.COMPLETED
@@ -138,14 +152,14 @@ def test_one_partition_asked_for_by_many_at_the_same_instant_is_one_job_on_every
 
 
 @pytest.mark.timeout(900)
-def test_a_small_job_starts_at_once_beside_a_huge_one_and_finishes_first(lab: Lab) -> None:
-    lab.make_events("huge", parts=80, rows=1000)
+def test_a_small_job_starts_at_once_beside_a_huge_one_and_finishes_first(lab: Lab, zygote: Zygote) -> None:
+    lab.make_events("huge", parts=40, rows=300)
     lab.make_events("small", parts=1, rows=10)
     (small,) = ask(lab, "small")
     lab.store().pause(small)
-    (huge,) = ask(lab, "huge", "--file-size", "8KB")
-    assert lab.store().read(huge).tasks_total == 80
-    with lab.started("worker"):
+    (huge,) = ask(lab, "huge", "--file-size", "2KB")
+    assert lab.store().read(huge).tasks_total == 40
+    with a_worker(lab, Troupe(zygote, lab.folder), players.toil):
         lab.wait_until(lambda: lab.store().read(huge).tasks_done > 0)
         lab.store().resume(small)
         finish(lab, [small, huge])
@@ -155,37 +169,3 @@ def test_a_small_job_starts_at_once_beside_a_huge_one_and_finishes_first(lab: La
     assert first.finished_at is not None
     assert second.finished_at is not None
     assert first.finished_at < second.finished_at
-
-
-@pytest.mark.timeout(900)
-def test_a_hundred_exports_asked_for_at_once_are_all_accepted_and_all_run(lab: Lab) -> None:
-    """Ninety of one command, and ten commands at the same time."""
-    lab.sql(
-        "CREATE TABLE many (id UInt64, batch Int32, name String, amount Decimal(18, 4),"
-        " note Nullable(String)) ENGINE = MergeTree PARTITION BY batch ORDER BY id"
-    )
-    lab.sql(
-        "INSERT INTO many SELECT number, intDiv(number, 10), toString(number), 1, NULL FROM numbers(1000)"
-    )
-    target = "iceberg://lake/db.many"
-    parts = [str(number) for number in range(100)]
-    together = [option for part in parts[:90] for option in ("--partition", part)]
-    lab.ok("export", lab.source("many"), target, *together, "--create", "--detach")
-    commands = [
-        [COMMAND, "export", lab.source("many"), target, "--partition", part, "--detach"]
-        for part in parts[90:]
-    ]
-    with lab.started("worker"):
-        callers = [
-            subprocess.Popen(
-                command, cwd=lab.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-            for command in commands
-        ]
-        answers = [(caller.communicate(timeout=300)[1], caller.returncode) for caller in callers]
-        assert [code for _, code in answers] == [0] * 10, answers
-        assert len(lab.jobs()) == 100
-        ended = finish(lab, [job.job_id for job in lab.jobs()])
-        lab.wait_until(lambda: lab.pins() == [])
-    assert {job.state for job in ended} == {State.COMPLETED}
-    lab.assert_exact(jobs=100, table="many", target="db.many")

@@ -12,6 +12,7 @@ import pytest
 from lockstep.job import State, TaskState
 from tests.lab import SHORT_LIVED, Lab
 from tests.spark_cluster import SparkCluster, daemons_of, kill
+from tests.zygote import Zygote
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
@@ -26,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
 
 
 @pytest.fixture
-def lab(cluster: SparkCluster, tmp_path: Path, stoppable_chdb: Path) -> Iterator[Lab]:
+def lab(cluster: SparkCluster, tmp_path: Path, stoppable_chdb: Path, zygote: Zygote) -> Iterator[Lab]:
     """A lab whose drivers run their tasks on the cluster. Executors count failpoints together."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     counts = tmp_path / "reached"
@@ -40,7 +41,7 @@ def lab(cluster: SparkCluster, tmp_path: Path, stoppable_chdb: Path) -> Iterator
         "spark.executorEnv.LOCKSTEP_FAILPOINTS": "write.after_checkpoint=sleep:600@4",
         "spark.executorEnv.LOCKSTEP_FAILPOINTS_STATE": str(counts),
     }
-    lab = Lab(tmp_path, stoppable_chdb, spark=spark)
+    lab = Lab(tmp_path, stoppable_chdb, spark=spark, zygote=zygote)
     yield lab
     lab.close()
 

@@ -25,7 +25,7 @@ from tests.zygote import Zygote
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 LIMITS = {"lease_s": 3}
-OUTAGE_S = 5.0
+OUTAGE_S = 4.0
 WAIT_S = 180.0
 
 
@@ -128,11 +128,11 @@ def test_workers_wait_for_a_store_that_is_away_and_nothing_is_lost(
 ) -> None:
     store, _, fault = kind.partition(" ")
     if store == "sqlite":
-        lab = Lab(tmp_path, chdb_folder, limits=LIMITS)
+        lab = Lab(tmp_path, chdb_folder, limits=LIMITS, zygote=zygote)
         outage = locked(lab.config.store_url.removeprefix("sqlite:///"))
     else:
         _, url, proxy = ways.to(store, tmp_path.name)
-        lab = Lab(tmp_path, chdb_folder, url, limits=LIMITS)
+        lab = Lab(tmp_path, chdb_folder, url, limits=LIMITS, zygote=zygote)
         outage = cut(proxy) if fault == "cut" else half_open(proxy)
     job_id = ask_for_export(lab)
     worker = Troupe(zygote, tmp_path).play(toil)
@@ -154,7 +154,7 @@ def test_a_worker_that_was_cut_off_longer_than_its_lease_changes_nothing_when_it
     tmp_path: Path, chdb_folder: Path, zygote: Zygote, ways: Ways, store: str
 ) -> None:
     direct, url, proxy = ways.to(store, tmp_path.name)
-    lab = Lab(tmp_path, chdb_folder, direct, limits=LIMITS)
+    lab = Lab(tmp_path, chdb_folder, direct, limits=LIMITS, zygote=zygote)
     far = with_a_far_store(lab, direct, url)
     job_id = ask_for_export(lab)
     troupe = Troupe(zygote, tmp_path)
@@ -182,7 +182,7 @@ def test_a_slow_way_to_the_store_costs_time_and_no_attempt_and_a_kill_is_heard(
     tmp_path: Path, chdb_folder: Path, zygote: Zygote, ways: Ways, store: str, fault: str
 ) -> None:
     direct, url, proxy = ways.to(store, tmp_path.name)
-    lab = Lab(tmp_path, chdb_folder, direct, limits=LIMITS)
+    lab = Lab(tmp_path, chdb_folder, direct, limits=LIMITS, zygote=zygote)
     far = with_a_far_store(lab, direct, url)
     job_id = ask_for_export(lab, parts=3, rows=1000)
     troupe = Troupe(zygote, tmp_path)
