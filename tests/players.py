@@ -93,7 +93,7 @@ def run_forked(
     """As `subprocess.run`, without the start of an interpreter."""
     with tempfile.TemporaryDirectory() as scratch:
         said = [Path(scratch) / name for name in ("out", "err")]
-        child = zygote.start(whole_process, folder, environment, *said, play, *arguments)
+        child = zygote.start(whole_process, folder, dict(environment), *said, play, *arguments)
         try:
             code = child.wait(timeout_s)
         except TimeoutError:

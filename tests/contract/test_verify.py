@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 from lockstep.errors import Invalid
 from lockstep.job import Job
 from lockstep.verify import Verification, verify
+from tests import players
 from tests.shop import Shop
-
-COMMAND = str(Path(sys.executable).with_name("lockstep"))
+from tests.zygote import Zygote
 
 
 @pytest.fixture
@@ -44,33 +45,42 @@ def data_file(shop: Shop) -> Path:
     return Path(path.removeprefix("file://"))
 
 
-def command(shop: Shop, job: Job, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [COMMAND, "verify", job.job_id, *options],
-        cwd=shop.folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(shop: Shop, zygote: Zygote) -> Command:
+    """`lockstep verify JOB`, as a process of its own."""
+
+    def run(job: Job, *options: str) -> subprocess.CompletedProcess[str]:
+        return players.run_forked(
+            zygote,
+            players.command,
+            *("verify", job.job_id, *options),
+            folder=shop.folder,
+            environment=os.environ,
+            timeout_s=120,
+        )
+
+    return run
 
 
 def document(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_rows_that_are_as_they_were_read_are_verified(shop: Shop, job: Job) -> None:
+def test_rows_that_are_as_they_were_read_are_verified(shop: Shop, job: Job, command: Command) -> None:
     found = checked(shop, job)
     assert found.equal
     assert (found.found.rows, found.files, found.current_files, found.deleted_files) == (5000, 1, 1, 0)
-    done = command(shop, job)
+    done = command(job)
     assert done.returncode == 0, done.stderr
     assert "5,000 rows in 1 file" in done.stdout
-    answer = document(command(shop, job, "--json"))
+    answer = document(command(job, "--json"))
     assert (answer["equal"], answer["expected"]) == (True, answer["found"])
 
 
-def test_a_flipped_byte_is_found_and_the_file_named(shop: Shop, job: Job) -> None:
+def test_a_flipped_byte_is_found_and_the_file_named(shop: Shop, job: Job, command: Command) -> None:
     path = data_file(shop)
     content = bytearray(path.read_bytes())
     content[200] ^= 0x10
@@ -78,12 +88,12 @@ def test_a_flipped_byte_is_found_and_the_file_named(shop: Shop, job: Job) -> Non
     found = checked(shop, job)
     assert not found.equal
     assert path.name in found.problems[0]
-    done = command(shop, job)
+    done = command(job)
     assert done.returncode == 1
     assert path.name in done.stdout
 
 
-def test_a_value_changed_in_place_differs_in_its_column_only(shop: Shop, job: Job) -> None:
+def test_a_value_changed_in_place_differs_in_its_column_only(shop: Shop, job: Job, command: Command) -> None:
     path = data_file(shop)
     rows = pq.read_table(path)
     changed = rows["text"].to_pylist()
@@ -94,7 +104,7 @@ def test_a_value_changed_in_place_differs_in_its_column_only(shop: Shop, job: Jo
     found = checked(shop, job)
     assert found.differing == ["text"]
     assert found.found.rows == 5000
-    done = command(shop, job)
+    done = command(job)
     assert done.returncode == 1
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert "differs" in lines["text"]
@@ -109,12 +119,14 @@ def test_a_missing_file_is_named(shop: Shop, job: Job) -> None:
     assert f"{path.name} is gone" in found.problems[0]
 
 
-def test_what_another_writer_did_later_is_told_and_is_not_the_job_s_fault(shop: Shop, job: Job) -> None:
+def test_what_another_writer_did_later_is_told_and_is_not_the_job_s_fault(
+    shop: Shop, job: Job, command: Command
+) -> None:
     shop.table().delete("a = 17")
     found = checked(shop, job)
     assert found.equal
     assert (found.files, found.current_files) == (1, 0)
-    done = command(shop, job)
+    done = command(job)
     assert done.returncode == 0
     assert "no longer in the table" in done.stdout
 
@@ -127,21 +139,23 @@ def test_after_expiry_the_files_that_are_left_are_verified(shop: Shop, job: Job)
     assert checked(shop, job).equal
 
 
-def test_an_expired_snapshot_whose_files_were_rewritten_is_refused(shop: Shop, job: Job) -> None:
+def test_an_expired_snapshot_whose_files_were_rewritten_is_refused(
+    shop: Shop, job: Job, command: Command
+) -> None:
     table = shop.table()
     table.delete("a = 17")
     assert job.snapshot_id is not None
     table.maintenance.expire_snapshots().by_id(job.snapshot_id).commit()
     with pytest.raises(Invalid, match="has expired, and of 5000 rows"):
         checked(shop, job)
-    assert command(shop, job).returncode == 2
+    assert command(job).returncode == 2
 
 
-def test_a_job_that_is_not_completed_is_refused(shop: Shop) -> None:
+def test_a_job_that_is_not_completed_is_refused(shop: Shop, command: Command) -> None:
     (job,) = shop.ask(everything=True).jobs
     with pytest.raises(Invalid, match="is pending: it has published nothing"):
         checked(shop, job)
-    assert command(shop, job).returncode == 2
+    assert command(job).returncode == 2
 
 
 def test_a_table_of_the_same_name_is_not_taken_for_the_job_s(shop: Shop, job: Job) -> None:
