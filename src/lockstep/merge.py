@@ -25,7 +25,7 @@ from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, k
 from lockstep.sink.run import HUGE_BYTES, order_of, unique_of
 from lockstep.source import Chunk
 from lockstep.storage import Storage, local_path
-from lockstep.storage_errors import translated
+from lockstep.storage_errors import is_missing_object, translated
 
 Numbers = npt.NDArray[np.int64]
 
@@ -462,4 +462,8 @@ def blocks_of(path: str, storage: Storage) -> Iterator[pa.RecordBatch]:
     except pa.ArrowInvalid as error:
         raise _damaged(path, error) from error
     except (OSError, pa.ArrowException) as error:
+        if is_missing_object(error):
+            raise Corrupt(
+                f"{path} is gone", hint="the file was deleted by somebody else; nothing was published"
+            ) from error
         raise translated(error, "read", path) from error

@@ -229,6 +229,9 @@ def test_a_run_that_changed_or_is_gone_is_corrupt_and_named(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(Corrupt, match=path.name):
         list(reader.read(task.descriptor, None, 1000))
+    losers = tmp_path / "gone.losers.arrow"
+    with pytest.raises(Corrupt, match=losers.name):
+        list(reader.read({**task.descriptor, "losers": [str(losers)]}, None, 1000))
 
 
 def test_long_keys_with_a_common_beginning_are_still_merged_in_order(tmp_path: Path) -> None:
