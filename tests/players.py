@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from lockstep import attempt, importer
+from lockstep import attempt, importer, waves
 from lockstep.attempt import Link
 from lockstep.cli.main import main
 from lockstep.config import load_config
@@ -162,10 +163,11 @@ def work_in_small_steps(*job_ids: str) -> None:
 
 
 def take_small_steps() -> None:
-    sizes = {
+    sizes: dict[ModuleType, dict[str, float]] = {
         importer: {"LEAST_TASK_BYTES": 1, "SHARES": 2},
         run: {"BLOCK_BYTES": 4_000, "LONG_RUN_BYTES": 40_000},
         losers: {"FILE_BYTES": 2_000},
+        waves: {"PAUSE_GRACE_S": 1.0},
     }
     for room, constants in sizes.items():
         for name, value in constants.items():

@@ -61,12 +61,13 @@ def _old_row(key: int) -> Row:
 
 
 def prepare_import(lab: Lab, name: str = "db.events") -> None:
-    """Two files, and a table that has some of their keys already."""
-    (lab.folder / "in").mkdir(exist_ok=True)
-    rows = _rows()
-    for file, part in (("a", rows[: ROWS // 2]), ("b", rows[ROWS // 2 :])):
-        lines = (f"{id_},{k},{text}\n" for id_, k, text in part)
-        (lab.folder / "in" / f"{file}.csv").write_text("id,k,name\n" + "".join(lines))
+    """Two files, the same ones for all tables of a lab, and a table that has some of their keys already."""
+    rows, folder = _rows(), lab.folder / "in"
+    for file, part in (("a.csv", rows[: ROWS // 2]), ("b.csv", rows[ROWS // 2 :])):
+        if not (folder / file).exists():
+            folder.mkdir(exist_ok=True)
+            lines = (f"{id_},{k},{text}\n" for id_, k, text in part)
+            (folder / file).write_text("id,k,name\n" + "".join(lines))
     lab.config.state_folder.mkdir(exist_ok=True)
     catalog = load_catalog("lake", **lab.config.catalogs["lake"])
     catalog.create_namespace_if_not_exists(name.partition(".")[0])
