@@ -22,6 +22,8 @@ FAILPOINTS = (
     "map.after_checkpoint",
     "stage.before_advance",
     "stage.after_advance",
+    "combine.after_run",
+    "unique.after_file",
     "merge.after_file",
     "commit.before_publish",
     "commit.after_publish",
