@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -370,7 +371,9 @@ class Scenario:
                 seen.add(job.job_id)
             for job in left:
                 if job.state is State.PAUSED:
-                    store.resume(job.job_id)
+                    # A command that is still on its way may have ended it since we looked.
+                    with contextlib.suppress(Invalid):
+                        store.resume(job.job_id)
             if not left and not busy:
                 break
             if world.elapsed_s > deadline_s:

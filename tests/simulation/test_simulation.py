@@ -25,6 +25,10 @@ def test_whatever_happens_no_promise_is_broken(group: int) -> None:
         assert simulate(seed).violations == [], f"make simulate SEED={seed}"
 
 
+def test_a_job_that_is_killed_as_the_run_is_brought_to_its_end_ends_the_run() -> None:
+    assert simulate(1953).violations == []
+
+
 def test_undisturbed_jobs_all_complete() -> None:
     for seed in range(12):
         run = simulate(seed, Faults(quiet_s=60.0))
