@@ -35,3 +35,12 @@ def pages_fetched(how: str) -> int:
 
 def test_workers_use_memory_again_without_fetching_its_pages_anew() -> None:
     assert pages_fetched("kept") * 5 < pages_fetched("given back")
+
+
+def test_a_worker_that_makes_its_first_array_finds_everything_loaded() -> None:
+    script = (
+        "import sys; from lockstep.engine.daemon import load; load(); before = set(sys.modules); "
+        "import numpy as np, pyarrow as pa; pa.array(np.arange(3)); print(len(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 10
