@@ -563,7 +563,8 @@ def expected(text: str, **dialect: Any) -> list[list[str]]:
     escape=st.sampled_from([None, None, "\\"]),
 )
 def test_any_text_is_read_as_pythons_csv_module_reads_it(tmp_path, raw, batch_bytes, task_bytes, escape):
-    """Whatever the blocks, the tasks and the position to go on from; what is not two fields is a reject."""
+    """Whatever the blocks, the tasks and the position to go on from; what is not two fields is a reject, and
+    so is a record at the end whose quote is never closed."""
     if escape:
         # Python takes an escape with nothing after it for a newline, and one after a closing quote as it is.
         raw = raw.replace('"\\', '"a') + "a"
@@ -571,6 +572,8 @@ def test_any_text_is_read_as_pythons_csv_module_reads_it(tmp_path, raw, batch_by
     schema = schema_of(k="string", v="string")
     lab = FilesLab(tmp_path, path, schema=schema, escape=escape, null=("\0",))
     wanted = expected(raw, escapechar=escape)
+    if _ends_open(raw, escape):
+        wanted.pop()
     good = [tuple(row) for row in wanted if len(row) == 2]
     for split in (1 << 40, task_bytes):
         found: list[tuple[str, str]] = []
@@ -597,14 +600,33 @@ def test_any_text_is_read_as_pythons_csv_module_reads_it(tmp_path, raw, batch_by
         assert lines == _lines_of_bad_records(raw, escape)
 
 
+def _ends_open(raw: str, escape: str | None) -> bool:
+    """Whether one more line would still belong to the last record."""
+    before, after = (len(expected(text, escapechar=escape)) for text in (raw, f"{raw}\nx,y"))
+    return after == before
+
+
 def _lines_of_bad_records(raw: str, escape: str | None) -> list[int]:
     reader = csv.reader(_lines(raw), escapechar=escape)
-    lines, before = [], 0
+    lines, before, last, good = [], 0, 0, True
     for row in reader:
-        if row and len(row) != 2:
-            lines.append(before + 2)
+        if row:
+            last, good = before + 2, len(row) == 2
+            lines += [] if good else [last]
         before = reader.line_num
-    return lines
+    return [*lines, last] if good and _ends_open(raw, escape) else lines
+
+
+def test_a_quote_that_is_never_closed_makes_a_reject_and_takes_no_rows_along_unseen(tmp_path):
+    path = csv_file(tmp_path, 'k,v\n1,a\n2,"b\n3,c\n4,d\n')
+    lab = FilesLab(tmp_path, path)
+    (task,) = lab.tasks()
+    outcome = lab.read(task)
+    assert [row["k"] for row in outcome.rows] == [1]
+    (reject,) = outcome.rejects
+    assert reject.reason == "a quote is opened in it and never closed"
+    assert reject.raw == '2,"b\n3,c\n4,d'
+    assert lab.executor.locate(lab.detail, task.descriptor, reject.record).line == 3
 
 
 def _lines(raw: str) -> list[str]:

@@ -46,6 +46,10 @@ class Records(Protocol):
         """How many records a block has, if it is plain that each of its lines is one; else None."""
         ...
 
+    def ends_open(self, data: bytes) -> bool:
+        """Whether the last record of a block opens something that is not closed."""
+        ...
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -83,6 +87,12 @@ class Dialect:
             return None
         return count_lines(data) + (not data.endswith(b"\n"))
 
+    def ends_open(self, data: bytes) -> bool:
+        if not self.quote or self.quote not in data:
+            return False
+        spans = self.spans(data)
+        return bool(spans) and self._closed_record.fullmatch(data, *spans[-1]) is None
+
     def _last_end_outside(self, data: Data, size: int, quotes: Offsets) -> tuple[int, int]:
         """The last line end with as many quotes opened as closed, and how many quotes say so."""
         for find in (_rfind_newline, _rfind_lone_return):
@@ -115,14 +125,38 @@ class Dialect:
 
     @cached_property
     def _record(self) -> re.Pattern[bytes]:
-        separator, quote, escape = (re.escape(c) for c in (self.delimiter, self.quote, self.escape))
-        escaped = rb"|%s[\s\S]" % escape if self.escape else b""
-        plain = rb"(?:[^%s\r\n%s]%s)*+" % (separator, escape, escaped)
-        field = plain
+        separator = re.escape(self.delimiter)
+        field = self._plain
         if self.quote:
-            inside = rb"(?:[^%s%s]|%s%s%s)*+" % (quote, escape, quote, quote, escaped)
-            field = rb"(?:%s%s(?:%s%s)?+|%s)" % (quote, inside, quote, plain, plain)
+            field = rb"(?:%s(?:%s)?+|%s)" % (self._opened, self._closing, self._plain)
         return re.compile(rb"%s(?:%s%s)*+" % (field, separator, field))
+
+    @cached_property
+    def _closed_record(self) -> re.Pattern[bytes]:
+        """A record whose quotes are all closed, with its line end."""
+        separator, quote, escape = (re.escape(c) for c in (self.delimiter, self.quote, self.escape))
+        field = rb"(?:%s%s|(?!%s)%s)" % (self._opened, self._closing, quote, self._plain)
+        unfinished = rb"(?:%s)?+" % escape  # an escape with nothing after it
+        return re.compile(rb"%s(?:%s%s)*+%s(?:\r\n|\r|\n)?+" % (field, separator, field, unfinished))
+
+    @property
+    def _plain(self) -> bytes:
+        separator, escape = re.escape(self.delimiter), re.escape(self.escape)
+        return rb"(?:[^%s\r\n%s]%s)*+" % (separator, escape, self._escaped)
+
+    @property
+    def _opened(self) -> bytes:
+        """A field from its quote up to where it is closed, or to the end."""
+        quote, escape = re.escape(self.quote), re.escape(self.escape)
+        return rb"%s(?:[^%s%s]|%s%s%s)*+" % (quote, quote, escape, quote, quote, self._escaped)
+
+    @property
+    def _closing(self) -> bytes:
+        return re.escape(self.quote) + self._plain
+
+    @property
+    def _escaped(self) -> bytes:
+        return rb"|%s[\s\S]" % re.escape(self.escape) if self.escape else b""
 
     def _walk(self, data: bytes) -> Iterator[tuple[int, int, bool]]:
         """Begin, end, and whether a line end was seen; an end that could be half of \\r\\n was not."""
@@ -168,6 +202,9 @@ class Lines:
 
     def count_if_one_line_each(self, data: bytes) -> int | None:
         return None
+
+    def ends_open(self, data: bytes) -> bool:
+        return False
 
 
 def count_lines(data: Data, size: int | None = None) -> int:

@@ -100,6 +100,9 @@ class CsvParser:
     def records(self, block: bytes) -> list[tuple[int, int]]:
         return self._dialect.spans(block)
 
+    def ends_open(self, block: bytes) -> bool:
+        return self._dialect.ends_open(block)
+
     def parse(self, block: bytes) -> pa.RecordBatch:
         if _NO_RECORD.fullmatch(block):
             return self._empty

@@ -51,6 +51,10 @@ class Parser(Protocol):
         """Begin and end of each record."""
         ...
 
+    def ends_open(self, block: bytes) -> bool:
+        """Whether the last record opens something that is not closed."""
+        ...
+
     def explain(self, record: bytes, unfit: Unfit) -> Misfit:
         """Why a record does not fit, of which `parse` has said so."""
         ...
@@ -87,6 +91,18 @@ def fit(parser: Parser, block: bytes) -> Fitted:
         return Fitted(parser.parse(block), None, ())
     except Unfit:
         return _taken_apart(parser, block)
+
+
+def fit_last(parser: Parser, block: bytes) -> Fitted:
+    """`fit` for a block that ends where its input does, perhaps in the middle of its last record."""
+    if not parser.ends_open(block):
+        return fit(parser, block)
+    start, end = parser.records(block)[-1]
+    before = fit(parser, block[:start])
+    misfit = Misfit(None, "a quote is opened in it and never closed")
+    open_one = Bad(before.records, start, misfit, shown_raw(block[start:end]))
+    rows = pa.array(np.arange(before.records), pa.int64()) if before.rows is None else before.rows
+    return Fitted(before.batch, rows, [*before.bad, open_one])
 
 
 def _taken_apart(parser: Parser, block: bytes) -> Fitted:

@@ -51,6 +51,9 @@ class JsonParser:
     def records(self, block: bytes) -> list[tuple[int, int]]:
         return RECORDS.spans(block)
 
+    def ends_open(self, block: bytes) -> bool:
+        return RECORDS.ends_open(block)
+
     def parse(self, block: bytes) -> pa.RecordBatch:
         lines = [line for line in block.split(b"\n") if line.strip(b" \t\r")]
         arrays = self._one_by_one(lines) if self._nested else self._at_once(lines)

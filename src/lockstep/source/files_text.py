@@ -16,7 +16,7 @@ from lockstep.errors import Corrupt
 from lockstep.job import Json, Position, TaskSpec
 from lockstep.source import Chunk, Place, Recalled, Reject
 from lockstep.source.files_blocks import Records, count_lines, cuts, line_ends, whole_records
-from lockstep.source.files_fit import Fitted, Parser, fit, shown_raw
+from lockstep.source.files_fit import Fitted, Parser, fit, fit_last, shown_raw
 from lockstep.source.files_open import OpenFile, RawFile
 from lockstep.storage import Storage
 
@@ -143,10 +143,10 @@ class TextReader:
             piece = pieces[number]
             offset = at["offset"] if number == at["piece"] else piece.start
             parser = parsers(self._files[piece.file].layout)
-            for block in self._blocks(piece, offset, batch_bytes):
+            for block, is_last in _with_last(self._blocks(piece, offset, batch_bytes)):
                 if self._limit is not None and record >= self._limit:
                     return
-                fitted = fit(parser, block)
+                fitted = fit_last(parser, block) if is_last else fit(parser, block)
                 if self._limit is not None and record + fitted.records > self._limit:
                     fitted = _first_records(fitted, self._limit - record)
                 rejects = list(_rejects(fitted, block, record, line))
@@ -180,6 +180,15 @@ class TextReader:
             for block in self._blocks(piece, piece.start, BLOCK_BYTES):
                 yield self._files[piece.file], line, block
                 line += count_lines(block)
+
+
+def _with_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Each block, and whether it is the last one."""
+    block = next(blocks, None)
+    while block is not None:
+        following = next(blocks, None)
+        yield block, following is None
+        block = following
 
 
 @dataclass(frozen=True)
