@@ -20,8 +20,8 @@ check: base ## formatting, lint, types, layers
 test: setup check ## everything: checks and all tests
 	@.venv/bin/pytest
 
-test-quick: base ## tests that start neither Spark nor a server, under 2 minutes
-	@.venv/bin/pytest -m "not servers"
+test-quick: base ## tests that are short and start neither Spark nor a server, under 2 minutes
+	@.venv/bin/pytest -m "not servers and not long"
 
 matrix: setup ## run the crash matrix and write its results into docs/guarantees.md
 	@LOCKSTEP_WRITE_MATRIX=1 .venv/bin/pytest tests/crash/test_crash_matrix.py

@@ -16,6 +16,8 @@ from lockstep.job import State
 from lockstep.rehearsal import Rehearsal
 from tests.import_lab import ImportLab
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImportLab:

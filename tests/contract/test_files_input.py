@@ -24,6 +24,8 @@ from lockstep.schema import arrow_schema
 from lockstep.source import Place, open_input
 from tests.files_lab import FilesLab, schema_of
 
+pytestmark = pytest.mark.long
+
 
 def csv_file(folder: Path, text: str | bytes, name: str = "a.csv") -> Path:
     path = folder / name

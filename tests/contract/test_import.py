@@ -27,6 +27,8 @@ from lockstep.review import sortedness, tally
 from lockstep.source import Chunk, ParseOptions
 from tests.import_lab import TARGET, ImportLab
 
+pytestmark = pytest.mark.long
+
 Row = tuple[int, int, str]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,8 @@ from lockstep.job import State
 from lockstep.review import tally
 from lockstep.source import ParseOptions
 from tests.import_lab import ImportLab
+
+pytestmark = pytest.mark.long
 
 FAILPOINTS = (
     "map.after_run",

@@ -21,6 +21,8 @@ from lockstep.exporter import ExportRequest, plan_export
 from lockstep.job import DATA, RUN, Event, Fingerprint, Job, StagedFile, State
 from tests.import_lab import TARGET, Crash, ImportLab, StoreLink, armed
 
+pytestmark = pytest.mark.long
+
 ROWS = 30_000
 ROWS_READ = pa.table(
     {

@@ -25,6 +25,8 @@ from tests.simulation.faults import Faults
 from tests.simulation.rows import SimSink
 from tests.simulation.scenario import simulate
 
+pytestmark = pytest.mark.long
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 MOST_SEEDS: Final = 150
 

@@ -15,6 +15,8 @@ import pytest
 from tests.simulation.faults import Faults
 from tests.simulation.scenario import simulate
 
+pytestmark = pytest.mark.long
+
 SEEDS: Final = 200
 GROUPS: Final = 10
 
