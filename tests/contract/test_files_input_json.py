@@ -19,6 +19,8 @@ from lockstep.job import Json
 from lockstep.schema import match_columns
 from tests.files_lab import FilesLab, schema_of
 
+pytestmark = pytest.mark.long
+
 LIST_OF_LONG: Json = {"type": "list", "element-id": 10, "element-required": False, "element": "long"}
 MAP_OF_TEXT: Json = {
     "type": "map",

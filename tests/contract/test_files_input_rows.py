@@ -21,6 +21,8 @@ from lockstep.job import ColumnMap
 from lockstep.source import Place
 from tests.files_lab import FilesLab
 
+pytestmark = pytest.mark.long
+
 LONG = {"type": "record", "name": "row", "fields": [{"name": "n", "type": "long"}]}
 
 
