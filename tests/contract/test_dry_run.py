@@ -14,6 +14,7 @@ from lockstep import importer
 from lockstep.errors import Corrupt
 from lockstep.job import State
 from lockstep.rehearsal import Rehearsal
+from tests.files_lab import schema_of
 from tests.import_lab import ImportLab
 
 pytestmark = pytest.mark.long
@@ -104,14 +105,7 @@ def _rows(path: str) -> list[dict[str, Any]]:
 
 
 def test_what_a_dry_run_finds_is_what_the_import_rejects(lab: ImportLab) -> None:
-    schema = {
-        "type": "struct",
-        "schema-id": 0,
-        "fields": [
-            {"id": 1, "name": "id", "required": False, "type": "long"},
-            {"id": 2, "name": "k", "required": False, "type": "long"},
-        ],
-    }
+    schema = schema_of(id="long", k="long")
     from lockstep.source import ParseOptions
 
     rows = [f"{n},{n % 400}" if n % 50 else f"x{n},{n}" for n in range(2000)]

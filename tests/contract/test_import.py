@@ -25,6 +25,7 @@ from lockstep.job import RUN, Job, State
 from lockstep.merge import MergeReader
 from lockstep.review import sortedness, tally
 from lockstep.source import Chunk, ParseOptions
+from tests.files_lab import schema_of
 from tests.import_lab import TARGET, ImportLab
 
 pytestmark = pytest.mark.long
@@ -191,14 +192,7 @@ def test_an_input_that_changes_between_two_attempts_fails_the_job_and_is_named(l
 
 def test_records_that_do_not_fit_go_to_the_rejects_file_with_line_and_reason(lab: ImportLab) -> None:
     lab.write("a.csv", 'id,k\n1,2\n"x\ny",3\n4,5\n6,many\n7,8\n')
-    schema = {
-        "type": "struct",
-        "schema-id": 0,
-        "fields": [
-            {"id": 1, "name": "id", "required": False, "type": "long"},
-            {"id": 2, "name": "k", "required": False, "type": "long"},
-        ],
-    }
+    schema = schema_of(id="long", k="long")
     rejects = lab.folder / "bad.csv"
 
     job = lab.run(

@@ -126,12 +126,8 @@ def test_whenever_an_attempt_dies_its_files_hold_exactly_the_rows_up_to_its_posi
     assert 0 < seen[0] < seen[1] < seen[2] < ROWS
 
     assert lab.finish(lab.store.read(job.job_id)).state is State.COMPLETED
-    assert rows_listed_at_the_end(lab, job, stage) == ROWS
+    assert sum(file.rows for file in listed(lab, job, stage)) == ROWS
     assert in_table(lab) == list(range(ROWS))
-
-
-def rows_listed_at_the_end(lab: ImportLab, job: Job, stage: str) -> int:
-    return sum(file.rows for file in listed(lab, job, stage))
 
 
 @each_case

@@ -344,17 +344,22 @@ def test_a_deadlock_is_resolved_inside_the_verb(store: JobStore, own: Own, url: 
     watchful.close()
 
 
-def between_read_and_write(store: SqlStore, happens: Callable[[], object]) -> None:
-    """Let something happen once, after the next verb has read its job and before it changes it."""
-    look = store._db.lock
+def after_the_next(look_name: str, store: SqlStore, happens: Callable[[], object]) -> None:
+    """Let something happen once, after the next look at the database and before what follows from it."""
+    look = getattr(store._db, look_name)
 
     def look_then_wait(*about: Any) -> Any:
-        store._db.lock = look  # type: ignore[method-assign]
+        setattr(store._db, look_name, look)
         seen = look(*about)
         happens()
         return seen
 
-    store._db.lock = look_then_wait  # type: ignore[assignment, method-assign]
+    setattr(store._db, look_name, look_then_wait)
+
+
+def between_read_and_write(store: SqlStore, happens: Callable[[], object]) -> None:
+    """After the next verb has read its job and before it changes it."""
+    after_the_next("lock", store, happens)
 
 
 VERBS: dict[str, Callable[[JobStore, Lease], object]] = {
@@ -413,16 +418,8 @@ def test_a_lease_that_is_lost_between_read_and_write_changes_nothing(
 
 
 def between_offer_and_claim(store: SqlStore, happens: Callable[[], object]) -> None:
-    """Let something happen once, after the next claim has chosen its tasks and before it leases them."""
-    look = store._db.offers
-
-    def look_then_wait(*about: Any) -> Any:
-        store._db.offers = look  # type: ignore[method-assign]
-        seen = look(*about)
-        happens()
-        return seen
-
-    store._db.offers = look_then_wait  # type: ignore[assignment, method-assign]
+    """After the next claim has chosen its tasks and before it leases them."""
+    after_the_next("offers", store, happens)
 
 
 def test_tasks_that_another_client_takes_between_offer_and_claim_are_not_leased_twice(

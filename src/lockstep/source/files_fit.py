@@ -153,7 +153,7 @@ def _joined(batches: Sequence[pa.RecordBatch], parser: Parser) -> pa.RecordBatch
 def shown_raw(record: bytes) -> str:
     """A record as text: bytes that are no UTF-8 as \\xNN, and not more than people will read."""
     text = record.rstrip(b"\r\n")[: 4 * RAW_CHARS].decode("utf-8", "backslashreplace")
-    return text if len(text) <= RAW_CHARS else text[: RAW_CHARS - 1] + "…"
+    return _shortened(text, RAW_CHARS)
 
 
 def shown_row(row: pa.RecordBatch) -> str:
@@ -162,7 +162,7 @@ def shown_row(row: pa.RecordBatch) -> str:
         text = json.dumps(row.to_pylist()[0], ensure_ascii=False, default=_as_text)
     except (ValueError, OverflowError):  # no UTF-8, or a date that Python does not have
         text = "a row with values that cannot be shown"
-    return text if len(text) <= RAW_CHARS else text[: RAW_CHARS - 1] + "…"
+    return _shortened(text, RAW_CHARS)
 
 
 def _as_text(value: object) -> str:
@@ -170,4 +170,8 @@ def _as_text(value: object) -> str:
 
 
 def shown(value: str) -> str:
-    return f'"{value}"' if len(value) <= SHOWN_CHARS else f'"{value[: SHOWN_CHARS - 1]}…"'
+    return f'"{_shortened(value, SHOWN_CHARS)}"'
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
