@@ -26,7 +26,6 @@ from clickhouse_connect.driver.exceptions import DatabaseError, StreamFailureErr
 from urllib3.exceptions import ProtocolError
 
 from lockstep.errors import Invalid, Retryable
-from lockstep.runtime import SYSTEM_CLOCK
 from lockstep.source.chdb_launch import Card, Endpoint, Room, connect
 
 pytestmark = pytest.mark.servers
@@ -361,6 +360,12 @@ def start_caller(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def somebody_calls(port: int) -> bool:
+    """Whether a connection to the port is open, be it that nobody has accepted it."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(remote.endswith(f":{port:04X}") and state == "01" for _, _, remote, state, *_ in lines)
+
+
 def test_callers_at_the_same_time_start_one_server(folder: Path) -> None:
     callers = [start_caller(folder) for _ in range(5)]
     answers = {caller.communicate(timeout=60)[0] for caller in callers}
@@ -449,17 +454,33 @@ def test_a_connect_while_the_server_closes_gets_one_that_answers(folder: Path) -
         wait_until(lambda turns=turn: Room(folder).log_path.read_text().count("stopping") == turns)  # type: ignore[misc]
 
 
-def test_an_idle_server_does_not_end_while_a_caller_is_about_to_come(folder: Path) -> None:
-    connect(folder, create=True, idle_s=0.3)
-    pid = card_of(folder).pid
-    caller = Room(folder).lock_by("connect.lock", time.time() + 5, SYSTEM_CLOCK)
-    assert caller is not None
-    time.sleep(1.5)
-    assert not ended(pid)
-    assert card_of(folder).pid == pid
+def test_a_caller_that_is_stopped_as_it_looks_for_the_server_keeps_nobody_else_from_it(folder: Path) -> None:
+    connect(folder, create=True)
+    server = card_of(folder).pid
+    os.kill(server, signal.SIGSTOP)
+    looking = start_caller(folder)
+    try:
+        wait_until(lambda: somebody_calls(card_of(folder).port))
+        looking.send_signal(signal.SIGSTOP)
+        os.kill(server, signal.SIGCONT)
+        with open_client(connect(folder, timeout_s=20)) as client:
+            assert client.command("SELECT 1") == 1
+    finally:
+        os.kill(server, signal.SIGCONT)
+        looking.kill()
+        looking.communicate()
 
-    os.close(caller)
-    wait_until(lambda: ended(pid))
+
+def test_a_caller_that_is_stopped_as_it_starts_a_server_keeps_others_out_for_seconds_only(
+    folder: Path,
+) -> None:
+    connect(folder, create=True)
+    stop(folder)
+    starter = Room(folder).try_lock("start.lock")
+    assert starter is not None
+    with open_client(connect(folder)) as client:
+        assert client.command("SELECT 1") == 1
+    os.close(starter)
 
 
 def test_a_server_that_closes_does_not_give_its_name_any_more(folder: Path) -> None:

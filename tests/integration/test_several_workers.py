@@ -109,7 +109,7 @@ def test_workers_share_a_job_and_finish_what_one_of_them_loses(narrow_lab: Lab, 
 def assert_that_the_lost_are_replaced(lab: Lab, workers: list[int]) -> None:
     """One worker is killed and one sleeps through its lease; the third finishes what they held."""
     dead, asleep, awake = workers
-    # One that is stopped as it looks for an embedded server would keep others from finding it.
+    # They have nothing left to write: one that is stopped as it writes to SQLite would keep others out.
     lab.wait_until(lambda: lab.pins() == [])
     for worker in workers:
         lab.freeze_group(worker)

@@ -76,6 +76,8 @@ AUTHENTICATION_FAILED: Final = 516
 class ActivityLog(Protocol):
     """Who needs the server now."""
 
+    def greet(self) -> bool: ...
+
     def connection(self) -> contextlib.AbstractContextManager[None]: ...
 
     def running(
@@ -200,7 +202,8 @@ class Handler(BaseHTTPRequestHandler):
         self._authenticate(params)
         if url.path == IDENTITY_PATH:
             # Whoever asks while the server closes waits for the next one.
-            pid = None if self.server.stopping.is_set() else os.getpid()
+            stays = self.server.activity.greet() and not self.server.stopping.is_set()
+            pid = os.getpid() if stays else None
             self._send(200, json.dumps({"pid": pid}).encode())
         elif url.path != "/":
             self._send(404, f"There is no handle {url.path}\n".encode())

@@ -3,12 +3,13 @@
 A chDB data folder belongs to one process. Whoever needs it first starts the server of `chdb_server`,
 detached; everybody else finds it through a card in the folder `.lockstep-server` beside the data:
 
-    connect.lock  held while somebody looks for the server or starts it, and while the server closes
-    server.lock   held by the server for all its life: the kernel frees it, however the server ends
     card.json     where the server listens, and the secret it asks for (mode 0600)
+    server.lock   held by the server for all its life: the kernel frees it, however the server ends
+    start.lock    held by who starts a server, so that not all who miss it start one
 
-So a card counts only while `server.lock` is held. A dead server, a reused process id and a copied folder
-are told apart without guessing, and two callers at the same time start one server.
+A card counts while the process that it names answers with its secret. A dead server, a reused process id and
+a copied folder are told apart without guessing. Whoever finds the server waits for no lock: a caller that is
+stopped or hangs keeps nobody else out. Of two servers that start, the one that gets `server.lock` stays.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ IDLE_S: Final = 60.0
 START_TIMEOUT_S: Final = 60.0
 _PING_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.02
+_STARTER_PATIENCE_S: Final = 5.0
+"""Who holds `start.lock` for longer, while there is no server, may be stopped: others start one then."""
 _ROOM: Final = ".lockstep-server"
 # chDB takes its own marks away when it closes a folder without tables; ours stays.
 _MARKS_OF_CHDB: Final = ("metadata", "store", "status", _ROOM)
@@ -175,13 +178,23 @@ def connect(
     room = Room(_data_folder(path, create=create))
     room.make()
     deadline = clock.now() + timeout_s
-    with _sole_caller(room, deadline, clock):
-        while True:
-            card = _running_server(room, deadline, clock)
-            if card is None:
-                card = _start(room, idle_s, deadline, clock)
-            if card is not None:
-                return Endpoint(HOST, card.port, USER, card.secret)
+    patient_until = clock.now() + _STARTER_PATIENCE_S
+    while True:
+        card = room.read_card()
+        if card is not None and answers(card):
+            return Endpoint(HOST, card.port, USER, card.secret)
+        if not room.server_lives():
+            with _turn_to_start(room) as ours:
+                if ours or clock.now() >= patient_until:
+                    _start(room, idle_s, deadline, clock)
+                    continue
+        if clock.now() >= deadline:
+            who = "" if card is None else f" (process {card.pid})"
+            raise Retryable(
+                f"the server of the chDB data folder {room.data_folder}{who} does not answer",
+                hint=f"see {room.log_path}; if it hangs, end the process: the next command starts a new one",
+            )
+        clock.sleep(_POLL_S)
 
 
 def _data_folder(path: Path, *, create: bool) -> Path:
@@ -210,33 +223,14 @@ def _data_folder(path: Path, *, create: bool) -> Path:
 
 
 @contextlib.contextmanager
-def _sole_caller(room: Room, deadline: float, clock: Clock) -> Iterator[None]:
-    lock = room.lock_by("connect.lock", deadline, clock)
-    if lock is None:
-        raise Retryable(
-            f"the server of the chDB data folder {room.data_folder} is being started or closed, for too long",
-            hint=f"see {room.log_path}",
-        )
+def _turn_to_start(room: Room) -> Iterator[bool]:
+    """Whether nobody else starts a server now."""
+    lock = room.try_lock("start.lock")
     try:
-        yield
+        yield lock is not None
     finally:
-        os.close(lock)
-
-
-def _running_server(room: Room, deadline: float, clock: Clock) -> Card | None:
-    """The card of the live server once it answers; None if there is no live server."""
-    while room.server_lives():
-        card = room.read_card()
-        if card is not None and answers(card):
-            return card
-        if clock.now() >= deadline:
-            who = "" if card is None else f" (process {card.pid})"
-            raise Retryable(
-                f"the server of the chDB data folder {room.data_folder}{who} does not answer",
-                hint=f"see {room.log_path}; if it hangs, end the process: the next command starts a new one",
-            )
-        clock.sleep(_POLL_S)
-    return None
+        if lock is not None:
+            os.close(lock)
 
 
 def answers(card: Card) -> bool:
@@ -254,8 +248,8 @@ def answers(card: Card) -> bool:
         connection.close()
 
 
-def _start(room: Room, idle_s: float | None, deadline: float, clock: Clock) -> Card | None:
-    """Start a server and wait for its word. None if one that we did not start was faster.
+def _start(room: Room, idle_s: float | None, deadline: float, clock: Clock) -> None:
+    """Start a server and wait until it is ready, or another one has the folder.
 
     Raises: Retryable or Invalid, as the server says why it cannot serve.
     """
@@ -268,10 +262,8 @@ def _start(room: Room, idle_s: float | None, deadline: float, clock: Clock) -> C
         word = _hear(listening, deadline, clock)
     finally:
         os.close(listening)
-    if word.get("ready"):
-        return room.read_card()
-    if word.get("busy"):
-        return None
+    if word.get("ready") or word.get("busy"):
+        return
     message = word.get("error") or f"the server of the chDB data folder {room.data_folder} did not start"
     raise (Invalid if word.get("class") == "Invalid" else Retryable)(
         str(message), hint=str(word.get("hint") or f"see {room.log_path} and {room.stderr_path}")

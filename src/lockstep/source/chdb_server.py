@@ -48,6 +48,7 @@ class Activity:
         self._connections = 0
         self._running: dict[str, tuple[Execution, socket.socket]] = {}
         self._uses = 0
+        self._over = False
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[None]:
@@ -84,6 +85,18 @@ class Activity:
         with self._lock:
             return self._uses
 
+    def greet(self) -> bool:
+        """Whether a caller who asks now can come: it counts as a use."""
+        with self._lock:
+            self._uses += 1
+            return not self._over
+
+    def end(self, uses: int) -> bool:
+        """Whether nobody came since `uses`; nobody can come any more then."""
+        with self._lock:
+            self._over = self._over or (not self._connections and self._uses == uses)
+            return self._over
+
     def executions(self) -> list[tuple[Execution, socket.socket]]:
         with self._lock:
             return list(self._running.values())
@@ -108,7 +121,7 @@ class Server:
         self._clock = clock
         self._stopping = threading.Event()
         self._activity = Activity()
-        self._locks: list[int] = []
+        self._lock: int | None = None
         self._killed: set[str] = set()
 
     def open(self) -> bool:
@@ -116,10 +129,11 @@ class Server:
 
         Raises: Retryable if another program has the folder, or chDB cannot open it.
         """
-        lock = self._room.try_lock("server.lock")
-        if lock is None:
+        # A caller who looks whether a server lives holds the lock for an instant.
+        deadline = self._clock.now() + _TICK_S
+        self._lock = self._room.lock_by("server.lock", deadline, self._clock)
+        if self._lock is None:
             return False
-        self._locks.append(lock)
         self._refuse_a_busy_folder()
         try:
             self._engine = Engine(self._room.data_folder)
@@ -181,24 +195,9 @@ class Server:
                 quiet_s, uses = 0.0, self._activity.uses
                 continue
             quiet_s += _TICK_S
-            if quiet_s >= self._idle_s and self._lock_callers_out(uses):
+            if quiet_s >= self._idle_s and self._activity.end(uses):
                 log.info("stopping: nobody needed this server for %g s", quiet_s)
                 return
-
-    def _lock_callers_out(self, uses: int) -> bool:
-        """Whether nobody came since `uses`, and nobody can come any more.
-
-        A caller asks the server for its name under this lock: either that counts as a use, or the caller
-        waits until this process has ended, and starts the next one.
-        """
-        lock = self._room.try_lock("connect.lock")
-        if lock is None:
-            return False
-        if self._activity.uses != uses:
-            os.close(lock)
-            return False
-        self._locks.append(lock)
-        return True
 
     def _stop_orphans(self) -> None:
         running = self._activity.executions()
@@ -222,7 +221,7 @@ class Server:
     def close(self) -> None:
         """Take the card away, end what runs, close the folder.
 
-        The locks stay held until the process has ended: the next server finds a closed folder.
+        The lock stays held until the process has ended: the next server finds a closed folder.
         """
         self._stopping.set()
         if self._room.path.exists():
