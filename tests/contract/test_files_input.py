@@ -298,10 +298,17 @@ def test_a_value_that_fits_is_exact_whether_or_not_its_neighbours_fit(tmp_path, 
     assert len(outcome.rejects) == (0 if neighbour == "good" else 1)
 
 
-def test_zeros_beyond_a_microsecond_are_fine_whatever_else_the_block_holds(tmp_path):
-    stamps = ["2024-01-01T00:00:00.5", "2024-01-01T00:00:00.500000000", "2024-01-01 00:00:00.1234567", ""]
+@pytest.mark.parametrize(
+    ("kind", "day", "half"),
+    [
+        ("timestamp", "2024-01-01T", datetime(2024, 1, 1, 0, 0, 0, 500_000)),
+        ("time", "", time(0, 0, 0, 500_000)),
+    ],
+)
+def test_zeros_beyond_a_microsecond_are_fine_whatever_else_the_block_holds(tmp_path, kind, day, half):
+    stamps = [f"{day}00:00:00.5", f"{day}00:00:00.500000000", f"{day}00:00:00.1234567", ""]
     lines = [f"{stamp},{n},{text}" for stamp in stamps for n in ("1", "x") for text in ("ok", stamps[1])]
-    schema = schema_of(t="timestamp", n="long", s="string")
+    schema = schema_of(t=kind, n="long", s="string")
     expected = []
     for stamp, number in itertools.product(stamps, ("1", "x")):
         bad = "t" if "567" in stamp else "n" if number == "x" else None
@@ -310,7 +317,6 @@ def test_zeros_beyond_a_microsecond_are_fine_whatever_else_the_block_holds(tmp_p
         lab = read_one(tmp_path, "t,n,s\n" + "\n".join(lines), schema=schema)
         outcome = lab.read_all(batch_bytes=batch_bytes)
         assert [r.column for r in outcome.rejects] == [bad for bad in expected if bad]
-        half = datetime(2024, 1, 1, microsecond=500_000)
         assert [(row["t"], row["s"]) for row in outcome.rows] == [
             (t, s) for t in (half, half, None) for s in ("ok", stamps[1])
         ]

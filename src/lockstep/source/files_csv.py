@@ -7,7 +7,7 @@ What a field may look like, by the target's type (numbers, dates and decimals ma
   float, double  decimal, perhaps with an exponent, to the nearest value; nan, inf; beyond the range: no fit
   decimal      as many digits as the type has; zeros beyond its scale are fine, other digits are not
   date         2024-02-29
-  time         12:34, 12:34:56, 12:34:56.123456
+  time         12:34, 12:34:56, 12:34:56.123456, and zeros
   timestamp    a date, T or a blank, a time of up to six digits of fraction, and zeros; no zone. Or a date
   timestamptz  the same with Z, +hh, +hhmm or +hh:mm
   string       anything that is UTF-8
@@ -40,7 +40,7 @@ from lockstep.source.files_blocks import Dialect
 from lockstep.source.files_columns import first_refused, refuse_where, require_valid, whole_column
 from lockstep.source.files_fit import Misfit, Unfit, shown
 from lockstep.source.files_nested import Misvalue, loads, nested_array, strict_value
-from lockstep.source.files_values import as_timestamps, from_text, is_text_form, misfit_reason
+from lockstep.source.files_values import as_clock, from_text, is_clock, is_text_form, misfit_reason
 
 _NO_RECORD: Final = re.compile(rb"[\r\n]*+")
 _ROW: Final = re.compile(r"Row #(\d+):")
@@ -155,11 +155,11 @@ class CsvParser:
         try:
             return self._converted(block, types, quoted, quoted_nulls)
         except pa.ArrowInvalid as error:
-            stamps = any(pa.types.is_timestamp(kind) for kind in types.values())
+            stamps = any(is_clock(kind) for kind in types.values())
             if not stamps or not _SPARE_ZEROS.search(block) or not _COLUMN.search(str(error)):
                 raise
         # Zeros after the sixth digit of a second change nothing, but Arrow's parser does not take them.
-        as_read = {n: pa.binary() if pa.types.is_timestamp(k) else k for n, k in types.items()}
+        as_read = {n: pa.binary() if is_clock(k) else k for n, k in types.items()}
         try:
             table = self._converted(block, as_read, quoted, quoted_nulls)
             return {name: self._stamped(table[name], name, kind) for name, kind in types.items()}
@@ -171,14 +171,14 @@ class CsvParser:
             raise
 
     def _stamped(self, column: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
-        """The column, or its texts as timestamps. Raises: Unfit at the first that is none."""
-        if not pa.types.is_timestamp(kind):
+        """The column, or its texts as timestamps or times. Raises: Unfit at the first that is none."""
+        if not is_clock(kind):
             return column
         texts = column.view(pa.string())
-        row = first_refused(texts, lambda some: as_timestamps(some, kind))
+        row = first_refused(texts, lambda some: as_clock(some, kind))
         if row is not None:
             raise Unfit(row, self._column_at(name))
-        return as_timestamps(texts, kind)
+        return as_clock(texts, kind)
 
     def _converted(
         self, block: bytes, types: Mapping[str, pa.DataType], quoted: bool, quoted_nulls: bool

@@ -45,6 +45,16 @@ def as_times(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
     return as_timestamps(on_a_day, pa.timestamp("us")).cast(kind)
 
 
+def is_clock(kind: pa.DataType) -> bool:
+    """Whether values of this type have seconds with a fraction."""
+    return bool(pa.types.is_timestamp(kind) or pa.types.is_time(kind))
+
+
+def as_clock(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
+    """Texts as timestamps or times. Raises: pa.ArrowInvalid if one is none."""
+    return as_times(texts, kind) if pa.types.is_time(kind) else as_timestamps(texts, kind)
+
+
 def without_spare_zeros(text: str) -> str:
     return re.sub(SPARE_ZEROS, r"\1\2", text)
 
