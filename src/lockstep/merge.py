@@ -25,7 +25,7 @@ from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, k
 from lockstep.sink.run import HUGE_BYTES, order_of, unique_of
 from lockstep.source import Chunk
 from lockstep.storage import Storage, local_path
-from lockstep.storage_errors import is_missing_object, translated
+from lockstep.storage.errors import is_missing_object, translated
 
 Numbers = npt.NDArray[np.int64]
 

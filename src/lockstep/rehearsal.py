@@ -20,7 +20,8 @@ from lockstep.job import KEYS, Json, Lease, Plan, StagedFile, TaskSpec
 from lockstep.places import Places, duplicate_row, recall_duplicates, reject_row, winner_of
 from lockstep.runtime import new_id
 from lockstep.source import Chunk, Reject
-from lockstep.storage import Storage, options_of
+from lockstep.storage import Storage
+from lockstep.storage.options import options_of
 
 if TYPE_CHECKING:
     from lockstep.unique import Published

@@ -376,7 +376,8 @@ def _both(one: Duplicate, places: Places) -> tuple[Place, Place]:
 
 
 def _storage(job: Job, config: Config) -> Storage:
-    from lockstep.storage import Storage, options_of
+    from lockstep.storage import Storage
+    from lockstep.storage.options import options_of
 
     return Storage(options_of(job.plan, config))
 

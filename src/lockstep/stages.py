@@ -83,7 +83,8 @@ def _used_up(
 
 def _discard(files: Iterable[StagedFile], job: Job, config: Config) -> None:
     """Best effort: what stays is deleted when the job has ended."""
-    from lockstep.storage import Storage, options_of
+    from lockstep.storage import Storage
+    from lockstep.storage.options import options_of
 
     storage = Storage(options_of(job.plan, config))
     try:
@@ -96,7 +97,8 @@ def _discard(files: Iterable[StagedFile], job: Job, config: Config) -> None:
 def release_runs(store: JobStore, job: Job, config: Config) -> None:
     """Delete what an ended import has staged and not published. What fails is tried again later."""
     from lockstep.sink.staging import parse_staged_name, runs_folder
-    from lockstep.storage import Storage, options_of
+    from lockstep.storage import Storage
+    from lockstep.storage.options import options_of
 
     failpoint("unpin.before")
     storage = Storage(options_of(job.plan, config))

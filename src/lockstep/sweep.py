@@ -23,7 +23,9 @@ from lockstep.job import Job, State, commit_id
 from lockstep.runtime import SYSTEM_CLOCK, Clock, id_time
 from lockstep.source import FoundPin
 from lockstep.source.clickhouse import ClickHouseSource
-from lockstep.storage import Storage, StoredFile, catalog_of, with_catalog
+from lockstep.storage import Storage
+from lockstep.storage.file import StoredFile
+from lockstep.storage.options import catalog_of, with_catalog
 from lockstep.store import JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
 

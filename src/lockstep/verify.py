@@ -71,7 +71,8 @@ def verify(job: Job, store: JobStore, config: Config) -> Verification:
     its files with it, or the table is another one; Retryable if catalog or storage do not answer.
     """
     from lockstep.source.iceberg_rows import FileReader
-    from lockstep.storage import Storage, options_of
+    from lockstep.storage import Storage
+    from lockstep.storage.options import options_of
 
     snapshot_id, expected = _published(job)
     head = open_target(expand(job.plan.target, config), config).load()

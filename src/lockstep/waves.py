@@ -18,7 +18,7 @@ from lockstep.errors import ErrorInfo, Fenced, LockstepError, Retryable
 from lockstep.job import Json, Lease, Limits, Plan, Progress, StagedFile, Task, Verdict
 from lockstep.routes import Routes
 from lockstep.runtime import Clock, backoff_s
-from lockstep.storage import options_of
+from lockstep.storage.options import options_of
 from lockstep.store import Claim, JobStore
 
 STOP_GRACE_S: Final = 1.5

@@ -27,7 +27,7 @@ from lockstep.job import (
 )
 from lockstep.source import PIN_PREFIX
 from lockstep.source.clickhouse import ClickHouseSource
-from lockstep.storage import StoredFile
+from lockstep.storage.file import StoredFile
 from lockstep.store.sql import SqlStore
 from lockstep.sweep import Fate, Finding, Kind, Report, named_by_us, sweep
 from tests.contract.conftest import Chdb

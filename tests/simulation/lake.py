@@ -52,7 +52,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import LongType, NestedField
 
 from lockstep.errors import Retryable
-from lockstep.storage import StoredFile
+from lockstep.storage.file import StoredFile
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.errors import Corrupt, Invalid, Retryable
 from lockstep.storage import Storage, local_path
-from lockstep.storage_errors import translated
+from lockstep.storage.errors import translated
 
 
 @pytest.fixture

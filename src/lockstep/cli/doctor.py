@@ -197,7 +197,8 @@ def _warehouse(name: str, config: Config) -> str:
 def _storage(place: str, catalog: str | None, config: Config) -> Finding:
     if place.startswith("file://"):
         return _folder(Path(place.removeprefix("file://")))
-    from lockstep.storage import Storage, with_catalog
+    from lockstep.storage import Storage
+    from lockstep.storage.options import with_catalog
 
     storage = Storage(with_catalog(config.storage, config.catalogs[catalog] if catalog else {}))
     probe = f"{place.rstrip('/')}/_lockstep_doctor_{new_id()}"

@@ -31,7 +31,8 @@ from lockstep.partitioning import (
 from lockstep.runtime import failpoint
 from lockstep.sink.shape import FileShape
 from lockstep.sink.stats import StatsBuilder, modes_of
-from lockstep.storage import Storage, Writer
+from lockstep.storage import Storage
+from lockstep.storage.file import Writer
 
 MOST_GROUP_BYTES: Final = 64_000_000
 """Rows of one row group before they are encoded."""

@@ -11,7 +11,8 @@ from typing import Final
 import pyarrow as pa
 
 from lockstep.job import Fingerprint, Json, Lease, Plan, StagedFile
-from lockstep.storage import Storage, Writer
+from lockstep.storage import Storage
+from lockstep.storage.file import Writer
 
 RUNS_FOLDER: Final = "lockstep-runs"
 _NAME: Final = re.compile(

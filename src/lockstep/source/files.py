@@ -38,7 +38,8 @@ from lockstep.source.files_parquet import ParquetRows
 from lockstep.source.files_rows import RowFormat, locate_row, plan_rows, read_rows, recall_rows
 from lockstep.source.files_text import RecordFinder, TextReader, plan_text, recall_text
 from lockstep.source.parquet_footer import agreed
-from lockstep.storage import Storage, StoredFile
+from lockstep.storage import Storage
+from lockstep.storage.file import StoredFile
 
 if TYPE_CHECKING:
     from lockstep.config import Config

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import Invalid
-from lockstep.storage import Storage, StoredFile, local_path
+from lockstep.storage import Storage, local_path
+from lockstep.storage.file import StoredFile
 
 _BUCKET: Final = re.compile(r"[a-z0-9]+://[^/]*")
 _WILD: Final = re.compile(r"[*?\[]")

@@ -10,8 +10,9 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 
 from lockstep.errors import Corrupt, Invalid
-from lockstep.storage import Storage, StoredFile, local_path
-from lockstep.storage_errors import translated
+from lockstep.storage import Storage, local_path
+from lockstep.storage.errors import translated
+from lockstep.storage.file import StoredFile
 
 IDENTITY_BYTES: Final = 1 << 16
 SKIP_BYTES: Final = 1 << 22

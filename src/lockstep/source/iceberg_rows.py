@@ -29,7 +29,7 @@ from lockstep.schema import arrow_schema, conform
 from lockstep.source.iceberg_scan import EqualityDeletes, ScanFile
 from lockstep.source.parquet_batches import RowGroupReader, open_parquet
 from lockstep.storage import Storage
-from lockstep.storage_errors import translated
+from lockstep.storage.errors import translated
 
 DELETES_BATCH_BYTES: Final = 8 << 20
 

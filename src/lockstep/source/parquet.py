@@ -28,7 +28,8 @@ from lockstep.source.parquet_layout import (
     list_data_files,
     read_layout,
 )
-from lockstep.storage import Storage, StoredFile
+from lockstep.storage import Storage
+from lockstep.storage.file import StoredFile
 
 if TYPE_CHECKING:
     from lockstep.config import Config

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from lockstep.errors import Corrupt, Invalid
 from lockstep.source import SourceColumn
 from lockstep.source.parquet_types import exact_type
-from lockstep.storage_errors import translated
+from lockstep.storage.errors import translated
 
 
 @dataclass(frozen=True)

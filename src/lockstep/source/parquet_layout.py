@@ -17,7 +17,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from lockstep.errors import Invalid
-from lockstep.storage import Storage, StoredFile, local_path
+from lockstep.storage import Storage, local_path
+from lockstep.storage.file import StoredFile
 
 FLAT_PARTITION: Final = "all"
 HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"

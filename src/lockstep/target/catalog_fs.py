@@ -35,7 +35,9 @@ from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
 from lockstep.errors import Invalid, LockstepError, Retryable
 from lockstep.runtime import SYSTEM_CLOCK, Clock
-from lockstep.storage import Storage, StoredFile, local_path, make_folders
+from lockstep.storage import Storage, local_path
+from lockstep.storage.file import StoredFile
+from lockstep.storage.local import make_folders
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -22,7 +22,8 @@ from pyiceberg.io import (
     load_file_io,
 )
 
-from lockstep.storage import Storage, with_catalog
+from lockstep.storage import Storage
+from lockstep.storage.options import with_catalog
 
 STORAGE: Final = "lockstep.storage"
 """The catalog property that holds [storage] of lockstep.toml."""

@@ -49,7 +49,8 @@ from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from lockstep.errors import CommitUnknown, Corrupt, Invalid, LockstepError, Retryable
 from lockstep.job import Json, Plan, StagedFile, snapshot_id_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint
-from lockstep.storage import Storage, with_catalog
+from lockstep.storage import Storage
+from lockstep.storage.options import with_catalog
 from lockstep.target import Outcome, TargetTable, catalog_fs
 from lockstep.target.drift import differences
 from lockstep.target.files import with_our_files
