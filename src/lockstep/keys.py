@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from lockstep.errors import Corrupt
 from lockstep.job import Json, SortKey
-from lockstep.partitioning import parse_transform, transform_column
+from lockstep.transforms import parse_transform, transform_column
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]

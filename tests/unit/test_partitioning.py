@@ -35,14 +35,8 @@ from pyiceberg.types import (
 )
 
 from lockstep.errors import Invalid
-from lockstep.partitioning import (
-    monotonic,
-    partition_groups,
-    partition_path,
-    partition_record,
-    single_partition,
-    to_record_value,
-)
+from lockstep.partitioning import fields_of, grouped, monotonic, partition_path, single_partition
+from lockstep.transforms import to_record_value
 
 BIG = 2**31 - 1
 UUID_1 = UUID("f79c3e09-677c-4bbd-a479-3f349cb785e7")
@@ -63,6 +57,10 @@ def spec_of(*transforms: str) -> dict[str, Any]:
         for n, transform in enumerate(transforms, 1)
     ]
     return {"spec-id": 0, "fields": fields}
+
+
+def partition_groups(batch: pa.RecordBatch, spec: dict[str, Any], schema: dict[str, Any]):
+    return grouped(batch, fields_of(spec, schema))
 
 
 def values_of(array: pa.Array, type_: str, transform: str) -> list[Any]:
@@ -175,7 +173,7 @@ def test_identity_values_are_plain_json_and_come_back_as_pyiceberg_wants_them():
     ]
     for type_, array, value, record in cases:
         assert values_of(array, type_, "identity") == [value], type_
-        assert partition_record([value], spec_of("identity"), schema_of(type_)) == [record]
+        assert to_record_value(value, type_) == record
         assert to_record_value(None, type_) is None
 
 
@@ -487,7 +485,7 @@ def test_long_values_with_the_same_beginning_have_different_folders():
 def test_folders_are_named_as_iceberg_names_them(value, transform, type_, folder):
     spec, schema = spec_of(transform), schema_of(type_)
     assert partition_path([value], spec, schema) == folder
-    theirs = PartitionSpec.model_validate(spec).partition_to_path(
-        Record(*partition_record([value], spec, schema)), Schema.model_validate(schema)
-    )
+    (field,) = fields_of(spec, schema)
+    record = Record(to_record_value(value, field.transform.result_type))
+    theirs = PartitionSpec.model_validate(spec).partition_to_path(record, Schema.model_validate(schema))
     assert theirs == folder

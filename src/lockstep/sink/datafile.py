@@ -20,19 +20,13 @@ import pyarrow.parquet as pq
 from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import Fingerprint, Json, Plan, StagedFile
-from lockstep.partitioning import (
-    Values,
-    describe,
-    fields_of,
-    grouped,
-    murmur3_bytes,
-    partition_path,
-)
+from lockstep.partitioning import Values, describe, fields_of, grouped, partition_path
 from lockstep.runtime import failpoint
 from lockstep.sink.shape import FileShape
 from lockstep.sink.stats import StatsBuilder, modes_of
 from lockstep.storage import Storage
 from lockstep.storage.file import Writer
+from lockstep.transforms import murmur3_bytes
 
 MOST_GROUP_BYTES: Final = 64_000_000
 """Rows of one row group before they are encoded."""

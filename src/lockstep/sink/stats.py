@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from lockstep.errors import Corrupt
 from lockstep.job import Json
-from lockstep.partitioning import decimal_bytes
+from lockstep.transforms import decimal_bytes
 
 # parquet-cpp leaves min and max out of the footer when they are longer than 4096 bytes together.
 FOOTER_BOUND_BYTES: Final = 2048

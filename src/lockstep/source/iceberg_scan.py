@@ -23,8 +23,9 @@ from pyiceberg.utils.datetime import date_to_days, datetime_to_micros, time_to_m
 
 from lockstep.errors import Corrupt, Invalid
 from lockstep.job import Json
-from lockstep.partitioning import Field, fields_of, human
+from lockstep.partitioning import Field, fields_of
 from lockstep.target.snapshot import partition_key
+from lockstep.transforms import human
 
 UNPARTITIONED: Final = "all"
 PATH_OF_DELETES: Final = 2147483546

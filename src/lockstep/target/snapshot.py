@@ -50,8 +50,8 @@ from pyiceberg.typedef import Record
 
 from lockstep.errors import Corrupt
 from lockstep.job import Json, StagedFile, snapshot_id_of
-from lockstep.partitioning import to_record_value
 from lockstep.runtime import Clock, new_id
+from lockstep.transforms import to_record_value
 
 COMMIT_ID: Final = "lockstep.commit-id"
 JOB_ID: Final = "lockstep.job-id"
