@@ -25,11 +25,12 @@ import lockstep.stages
 import lockstep.target.iceberg
 from lockstep.attempt import Assignment, Stopped
 from lockstep.commit import settle
-from lockstep.config import Config, expand, load_config
+from lockstep.config import Config, load_config
 from lockstep.errors import ErrorInfo, Fenced
 from lockstep.importer import ImportRequest, draft_import, plan_import
 from lockstep.job import Event, Job, Lease, Position, Progress, StagedFile, State, Verdict
 from lockstep.rehearsal import Rehearsal, rehearse
+from lockstep.secrets import expand
 from lockstep.source import ParseOptions
 from lockstep.stages import advance, release_runs, stage_is_over
 from lockstep.store import Claim, JobStore

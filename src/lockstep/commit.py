@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lockstep.config import Config, expand
+from lockstep.config import Config
 from lockstep.errors import Corrupt, ErrorInfo, Fenced, Incompatible, Invalid, LockstepError, Retryable
 from lockstep.job import DATA, CommitLease, Event, Job, Kind, StagedFile, commit_id
 from lockstep.review import review
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, worker_name
+from lockstep.secrets import expand
 from lockstep.store import CommitClaim, JobStore
 from lockstep.target import Outcome, Target, TargetTable, open_target
 

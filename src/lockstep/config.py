@@ -1,34 +1,28 @@
 """lockstep.toml: where the store, the catalogs and the storage are, and what a job may spend.
 
 With no file at all the defaults hold, and everything lives in `.lockstep/` under the working folder.
-`${NAME}` stands for a secret: it is filled from the environment when a value is used, never when it is
-stored. This module imports nothing heavy, because every command reads its configuration.
+This module imports nothing heavy, because every command reads its configuration.
 """
 
 from __future__ import annotations
 
 import difflib
-import fcntl
-import hashlib
-import json
 import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, unquote
 
 from lockstep.errors import Invalid
 from lockstep.job import Limits
+from lockstep.secrets import SCHEME, expand
 
 CONFIG_NAME: Final = "lockstep.toml"
 CONFIG_VARIABLE: Final = "LOCKSTEP_CONFIG"
 STATE_FOLDER: Final = ".lockstep"
-SECRET_PREFIX: Final = "LOCKSTEP_SECRET_"  # noqa: S105 - a name, not a secret
 WEEK_S: Final = 604_800.0
 
 _SECTIONS: Final = ("store", "spark", "catalogs", "storage", "limits", "clickhouse")
@@ -40,13 +34,6 @@ _LIMITS: Final = (
     "commit_attempts",
     "commit_deadline_s",
     "finished_job_ttl_s",
-)
-_PLACEHOLDER: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_SCHEME: Final = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRET_PARAMETER: Final = re.compile(
-    r"(?P<before>[?&](?P<name>[^=&#]*(?:password|passwd|secret|token|access_key|credential)[^=&#]*)=)"
-    r"(?P<value>[^&#]*)",
-    re.IGNORECASE,
 )
 # Catalogs that keep their files where the warehouse says; for the others it may be a mere name.
 _WAREHOUSE_IS_A_PATH: Final = frozenset({"sql", "in-memory", "filesystem"})
@@ -216,7 +203,7 @@ def _flat(table: Mapping[str, Any], prefix: str, where: str) -> dict[str, str]:
 def _store_url(table: Mapping[str, Any], root: Path, where: str) -> str:
     _known("key of [store]", table, ("url",), where)
     url = _text(table.get("url", f"sqlite:///{STATE_FOLDER}/jobs.db"), "store.url", where)
-    if not _SCHEME.match(url):
+    if not SCHEME.match(url):
         raise Invalid(
             f'{where}: store.url "{url}" is not an address',
             hint=f'for example "sqlite:///{STATE_FOLDER}/jobs.db"',
@@ -269,7 +256,7 @@ def _placed(properties: dict[str, str], root: Path) -> dict[str, str]:
         placed["uri"] = absolute_sqlite(placed["uri"], root)
     kind = placed.get("type") or ("sql" if placed.get("uri", "").startswith(("sqlite", "postgresql")) else "")
     warehouse = placed.get("warehouse", "")
-    if warehouse and kind in _WAREHOUSE_IS_A_PATH and not _SCHEME.match(warehouse):
+    if warehouse and kind in _WAREHOUSE_IS_A_PATH and not SCHEME.match(warehouse):
         # file:// is the form that PyIceberg, Spark and DuckDB all read back from the table's metadata.
         placed["warehouse"] = "file://" + os.path.abspath(root / Path(warehouse).expanduser())
     return placed
@@ -287,7 +274,7 @@ def absolute_sqlite(url: str, root: Path) -> str:
 def _storage(table: Mapping[str, Any], where: str) -> Sections:
     storage = Sections()
     for prefix, options in table.items():
-        if not _SCHEME.match(prefix) or not isinstance(options, dict):
+        if not SCHEME.match(prefix) or not isinstance(options, dict):
             raise Invalid(
                 f'{where}: [storage."{prefix}"] does not name a storage address',
                 hint='for example [storage."s3://bucket"], with the options of obstore below it',
@@ -380,150 +367,3 @@ def parse_duration(value: Any, name: str) -> float:
     if seconds <= 0:
         raise Invalid(f'{name} "{value}" must be longer than nothing')
     return seconds
-
-
-# Secrets
-
-
-def expand(text: str, config: Config | None = None) -> str:
-    """Fill each `${NAME}` from the environment, else from the secrets that `protect` kept for `config`.
-
-    Where a placeholder stands for a user or a password of an address, its value is percent-encoded, so
-    that a secret may hold any character.
-    Raises: Invalid if a name is set nowhere, saying which.
-    """
-    user_end = _userinfo_end(text)
-
-    def fill(match: re.Match[str]) -> str:
-        value = _lookup(match[1], config)
-        return quote(value, safe="") if match.start() < user_end else value
-
-    return _PLACEHOLDER.sub(fill, text)
-
-
-def _lookup(name: str, config: Config | None) -> str:
-    if name in os.environ:
-        return os.environ[name]
-    kept = _read_secrets(config).get(name) if config else None
-    if kept is not None:
-        return _PLACEHOLDER.sub(lambda match: _lookup(match[1], None), kept)
-    if name.startswith(SECRET_PREFIX):
-        raise Invalid(
-            f"the password behind ${{{name}}} is not known on this machine",
-            hint=f"set {name} to it, or work from the folder where the job was created",
-        )
-    raise Invalid(f"the environment variable {name} is not set", hint=f"export {name}=… and try again")
-
-
-def protect(address: str, config: Config) -> str:
-    """The address with every literal secret replaced by `${LOCKSTEP_SECRET_…}`; fit to be stored.
-
-    The values are kept in `.lockstep/secrets.json`, readable by its owner only, where `expand` finds them.
-    An address without a literal secret is returned as it is, and nothing is written.
-    Raises: Invalid if the password would be cut by the address's own syntax, or cannot be kept.
-    """
-    kept: dict[str, str] = {}
-    protected = _replace_secrets(address, lambda owner, secret: _keep(owner, secret, kept))
-    if kept:
-        _add_secrets(config, kept)
-    return protected
-
-
-def redact(address: str) -> str:
-    """The address as it may be printed: literal secrets become `***`; `${NAME}` stays."""
-    return _replace_secrets(address, lambda _owner, _secret: "***", strict=False)
-
-
-def _keep(owner: str, secret: str, kept: dict[str, str]) -> str:
-    name = SECRET_PREFIX + hashlib.sha256(owner.encode()).hexdigest()[:8].upper()
-    kept[name] = unquote(secret)
-    return f"${{{name}}}"
-
-
-def _userinfo_end(address: str) -> int:
-    """Where the userinfo of an address ends (its `@`), or 0 where it has none."""
-    scheme = _SCHEME.match(address)
-    if not scheme:
-        return 0
-    authority_end = next((i for i, c in enumerate(address) if c in "/?#" and i >= scheme.end()), len(address))
-    return max(0, address.rfind("@", scheme.end(), authority_end))
-
-
-def _replace_secrets(address: str, replace: Callable[[str, str], str], *, strict: bool = True) -> str:
-    """Hand each literal secret, with whose it is, to `replace`."""
-    scheme = _SCHEME.match(address)
-    if not scheme:
-        return address
-    at = _userinfo_end(address)
-    if not at:
-        at = _unescaped_password_end(address, scheme.end(), strict)
-    if at:
-        user, colon, password = address[scheme.end() : at].partition(":")
-        host = re.split(r"[/?#]", address[at + 1 :], maxsplit=1)[0]
-        if colon and password and not _only_placeholders(password):
-            password = replace(f"{user}@{host}", password)
-        address = f"{address[: scheme.end()]}{user}{colon}{password}{address[at:]}"
-
-    def parameter(match: re.Match[str]) -> str:
-        value = match["value"]
-        if not value or _only_placeholders(value):
-            return match[0]
-        return match["before"] + replace(f"{match['name']}@{address[: match.start()]}", value)
-
-    return _SECRET_PARAMETER.sub(parameter, address)
-
-
-def _unescaped_password_end(address: str, start: int, strict: bool) -> int:
-    """A password with a bare `/` in it ends the authority too early: refuse it, or hide all of it."""
-    authority = re.split(r"[/?#]", address[start:], maxsplit=1)[0]
-    _, colon, port = authority.partition(":")
-    if not address.startswith("clickhouse") or "@" not in address[start:] or not colon or port.isdigit():
-        return 0
-    if strict:
-        raise Invalid(
-            "the address has a password with a character that ends it early",
-            hint='write "/" as %2F, "?" as %3F and "#" as %23, or put it in a variable: user:${NAME}@host',
-        )
-    return address.rfind("@")
-
-
-def _only_placeholders(text: str) -> bool:
-    return _PLACEHOLDER.sub("", text) == ""
-
-
-def _secrets_path(config: Config) -> Path:
-    return config.state_folder / "secrets.json"
-
-
-def _read_secrets(config: Config) -> dict[str, str]:
-    path = _secrets_path(config)
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise Invalid(
-            f"cannot read the kept passwords in {path}: {error}",
-            hint="repair or delete the file; passwords can also come from variables: user:${NAME}@host",
-        ) from error
-
-
-def _add_secrets(config: Config, kept: Mapping[str, str]) -> None:
-    """Replace the whole file in one step; it is never readable by others, not even for a moment."""
-    path = _secrets_path(config)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / "secrets.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            secrets = {**_read_secrets(config), **kept}
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".secrets-")  # mkstemp makes it 0600
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(dict(sorted(secrets.items())), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-    except OSError as error:
-        raise Invalid(
-            f"cannot keep the password of the address in {path}: {error.strerror or error}",
-            hint="put it in a variable and write user:${NAME}@host",
-        ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.commit import kill
-from lockstep.config import Config, expand, protect
+from lockstep.config import Config
 from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
 from lockstep.existing import Decision, Selection, Skipped, decide
 from lockstep.job import (
@@ -27,6 +27,7 @@ from lockstep.job import (
     TaskSpec,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, new_id
+from lockstep.secrets import expand, protect
 from lockstep.source import PIN_PREFIX, PartitionInfo, Pin, Source, SourceTable, open_source
 from lockstep.store import JobStore
 from lockstep.target import Target, TargetTable, open_target

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lockstep.config import Config, expand, protect
+from lockstep.config import Config
 from lockstep.errors import Conflict, Invalid
 from lockstep.exporter import UNBORN, absolute_address, scope_name, take_back
 from lockstep.job import (
@@ -27,6 +27,7 @@ from lockstep.job import (
     TaskSpec,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint, new_id
+from lockstep.secrets import expand, protect
 from lockstep.source import Input, ParseOptions, Pin, SourceField, SourceTable, open_input
 from lockstep.store import JobStore
 from lockstep.target import Target, TargetTable, open_target

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.config import Config, expand
+from lockstep.config import Config
 from lockstep.errors import ErrorInfo
 from lockstep.job import DATA, DROPPED, LOSERS, REJECTS, RUN, Fingerprint, ImportTerms, Job, Json, StagedFile
 from lockstep.places import COLUMNS, Places, duplicate_row, recall_duplicates, reject_row, winner_of
+from lockstep.secrets import expand
 from lockstep.source import Place, open_frozen
 from lockstep.store import JobStore
 from lockstep.target import TargetTable

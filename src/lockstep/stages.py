@@ -11,11 +11,12 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from lockstep.config import Config, expand
+from lockstep.config import Config
 from lockstep.errors import Invalid, LockstepError
 from lockstep.job import KEYS, RUN, Event, Job, StagedFile, State
 from lockstep.review import review
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint
+from lockstep.secrets import expand
 from lockstep.store import JobStore
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Final
 
-from lockstep.config import Config, expand, redact
+from lockstep.config import Config
 from lockstep.errors import Invalid, LockstepError, NoSuchJob, Retryable
 from lockstep.job import Job, State, commit_id
 from lockstep.runtime import SYSTEM_CLOCK, Clock, id_time
+from lockstep.secrets import expand, redact
 from lockstep.source import FoundPin
 from lockstep.source.clickhouse import ClickHouseSource
 from lockstep.storage import Storage

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from lockstep.config import Config, expand
+from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid
 from lockstep.job import DATA, Fingerprint, Job, Json, State
+from lockstep.secrets import expand
 from lockstep.store import JobStore
 from lockstep.target import TargetTable, open_target
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from lockstep.config import redact
 from lockstep.errors import ErrorInfo
 from lockstep.job import Fingerprint, Job, Json, State, Task, TaskState
 from lockstep.runtime import rfc3339
+from lockstep.secrets import redact
 
 MOST_WAITING: Final = 50
 STAGE_SPANS: Final = {

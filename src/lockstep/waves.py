@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from lockstep.attempt import Assignment, run_attempt
-from lockstep.config import Config, expand
+from lockstep.config import Config
 from lockstep.engine import Engine
 from lockstep.engine.channel import ChannelServer
 from lockstep.errors import ErrorInfo, Fenced, LockstepError, Retryable
 from lockstep.job import Json, Lease, Limits, Plan, Progress, StagedFile, Task, Verdict
 from lockstep.routes import Routes
 from lockstep.runtime import Clock, backoff_s
+from lockstep.secrets import expand
 from lockstep.storage.options import options_of
 from lockstep.store import Claim, JobStore
 

@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import (
-    Config,
-    absolute_sqlite,
-    expand,
-    load_config,
-    parse_duration,
-    parse_size,
-    protect,
-    redact,
-)
+from lockstep.config import Config, absolute_sqlite, load_config, parse_duration, parse_size
 from lockstep.errors import Invalid
 from lockstep.job import Limits
+from lockstep.secrets import expand, protect, redact
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,10 @@ from typing import Final
 
 from lockstep.cli.render import Span, line, message_lines, size
 from lockstep.cli.session import Session, command
-from lockstep.config import Config, redact
+from lockstep.config import Config
 from lockstep.errors import LockstepError
 from lockstep.runtime import FAILPOINTS_VARIABLE, armed_failpoints, new_id
+from lockstep.secrets import redact
 
 JAVA_LEAST: Final = 17
 PATIENCE_S: Final = 15.0

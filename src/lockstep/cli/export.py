@@ -23,8 +23,9 @@ from lockstep.cli.render import (
 )
 from lockstep.cli.running import Interrupted, signals_interrupt, work
 from lockstep.cli.session import INTERRUPTED, Answer, Session, command, nothing_created
-from lockstep.config import parse_duration, parse_size, redact
+from lockstep.config import parse_duration, parse_size
 from lockstep.job import Job, State
+from lockstep.secrets import redact
 from lockstep.view import job_document, rows_per_s
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from lockstep.cli.jobs import closing
 from lockstep.cli.render import Grid, Line, Span, line, number, plural, size
 from lockstep.cli.running import Interrupted, signals_interrupt, work
 from lockstep.cli.session import INTERRUPTED, Answer, Session, command, nothing_created
-from lockstep.config import parse_duration, parse_size, redact
+from lockstep.config import parse_duration, parse_size
 from lockstep.errors import Invalid
 from lockstep.job import Job, State
+from lockstep.secrets import redact
 from lockstep.view import job_document
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from lockstep.cli.render import (
     state_span,
 )
 from lockstep.cli.session import INTERRUPTED, Session, command
-from lockstep.config import redact
 from lockstep.errors import Invalid
 from lockstep.job import HistoryEntry, Job, State
 from lockstep.runtime import rfc3339
+from lockstep.secrets import redact
 from lockstep.view import eta_s, job_document, progress, rows_per_s
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or the beginning of one.")]

@@ -21,10 +21,10 @@ from lockstep.cli.render import (
     size,
     state_span,
 )
-from lockstep.config import redact
 from lockstep.errors import ErrorInfo
 from lockstep.job import HistoryEntry, Job, State, Task, TaskState
 from lockstep.runtime import rfc3339
+from lockstep.secrets import redact
 from lockstep.view import eta_s, progress, rows_per_s, waiting_for_retry
 
 BAR: Final = 30

@@ -10,7 +10,7 @@ import typer
 
 from lockstep.cli.render import Grid, Span, number, plural, size
 from lockstep.cli.session import Session, command, nothing_created
-from lockstep.config import expand, redact
+from lockstep.secrets import expand, redact
 
 if TYPE_CHECKING:
     from lockstep.source import PartitionInfo, SourceTable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lockstep.cli.jobs import JobArgument
 from lockstep.cli.render import NOTHING, Grid, Line, Span, line, message_lines, number, plural
 from lockstep.cli.session import Answer, Session, command, nothing_created
-from lockstep.config import redact
+from lockstep.secrets import redact
 
 if TYPE_CHECKING:
     from lockstep.job import Job

@@ -56,7 +56,7 @@ def options_of(plan: Plan, config: Config) -> Mapping[str, Mapping[str, str]]:
 
 def catalog_of(target: str, config: Config) -> Mapping[str, Any]:
     """The properties of the catalog that a target's address names; none if it is not configured here."""
-    from lockstep.config import expand
+    from lockstep.secrets import expand
 
     name = expand(target, config).removeprefix("iceberg://").partition("/")[0]
     return config.catalogs.get(name, {})
