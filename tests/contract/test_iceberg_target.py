@@ -509,6 +509,14 @@ def test_replace_takes_the_rest_when_whole_files_were_deleted_since(lake) -> Non
     assert lake.ids() == [1, 2, 3, 7]
 
 
+def test_replace_of_a_job_whose_first_generation_was_published_takes_its_rows(lake) -> None:
+    lake.create(BY_REGION)
+    earlier = lake.publish("earlier", region(lake, [1]))
+    lake.publish("elsewhere", region(lake, [7], "us"))
+    lake.publish("newer", region(lake, [1, 2]), replaces=[commit_id("earlier", 2), earlier])
+    assert lake.ids() == [1, 2, 7]
+
+
 def test_replace_is_refused_when_earlier_rows_were_mixed_with_others(lake) -> None:
     lake.create(BY_REGION)
     earlier = lake.publish("earlier", region(lake, [1, 2]))

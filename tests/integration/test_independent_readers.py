@@ -190,6 +190,21 @@ def test_replace_is_refused_when_compaction_mixed_in_the_rows_of_others(lake) ->
     assert lake.seen_by_spark() == [1, 50]
 
 
+def test_replace_is_refused_when_the_rewritten_rows_lie_in_another_target_partition(lake) -> None:
+    lake.create(BY_REGION)
+    earlier = lake.publish("earlier", region(lake, [1]), region(lake, [2]))
+    lake.spark(COMPACT)
+    head = lake.target.load()
+    plan = lake.plan(head, ["us"], replaces=(earlier,))
+    with pytest.raises(Invalid, match="lie in another target partition"):
+        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1, 2], "us")])
+    lake.spark(EXPIRE_ALL)
+    head = lake.target.load()
+    with pytest.raises(Invalid, match="has expired"):
+        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1, 2], "us")])
+    assert lake.seen_by_spark() == [1, 2]
+
+
 def test_replace_finds_its_files_in_manifests_that_spark_has_rewritten(lake) -> None:
     lake.create(BY_REGION)
     earlier = lake.publish("earlier", region(lake, [1]))

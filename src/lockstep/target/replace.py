@@ -29,6 +29,7 @@ from lockstep.target.snapshot import (
     Removal,
     SnapshotBuilder,
     ledger_entry,
+    ledger_is_full,
     partition_key,
     partition_reader,
 )
@@ -47,8 +48,14 @@ def plan_removal(builder: SnapshotBuilder, plan: Plan, files: Sequence[StagedFil
     found: dict[int | None, int] = dict.fromkeys(ids, 0)
     for entry in head.entries_of(ids):
         found[entry.snapshot_id] += entry.data_file.record_count
-    if found != _recorded_rows(builder.metadata, plan.replaces):
-        wanted = _whole_partition(builder, head, plan, files, ids)
+    recorded = _recorded_rows(builder.metadata, plan.replaces)
+    if found != recorded:
+        # Without a word of it: forgotten since, or never published, which a ledger that is not full shows.
+        unknown = None if ledger_is_full(builder.metadata) else 0
+        known = {one: unknown if rows is None else rows for one, rows in recorded.items()}
+        rewritten = {one for one, rows in known.items() if rows != 0 and rows != found[one]}
+        here = _whole_partition(builder, head, plan, files, ids, rewritten)
+        wanted = _either(here, wanted)
     return head.without(wanted, replaced)
 
 
@@ -79,6 +86,10 @@ Wanted = Callable[[ManifestEntry], bool]
 
 def _from_snapshots(ids: set[int]) -> Wanted:
     return lambda entry: entry.snapshot_id in ids
+
+
+def _either(one: Wanted, other: Wanted) -> Wanted:
+    return lambda entry: one(entry) or other(entry)
 
 
 class _Head:
@@ -145,21 +156,37 @@ def _with_status(entry: ManifestEntry, status: ManifestEntryStatus, snapshot_id:
 
 
 def _whole_partition(
-    builder: SnapshotBuilder, head: _Head, plan: Plan, files: Sequence[StagedFile], ids: set[int]
+    builder: SnapshotBuilder,
+    head: _Head,
+    plan: Plan,
+    files: Sequence[StagedFile],
+    ids: set[int],
+    rewritten: set[int],
 ) -> Wanted:
-    """All files of the target partitions, if nothing but `ids` and compactions ever put one there.
+    """All files of the target partitions, if nothing but `ids` and compactions ever put one there, and the
+    `rewritten` ones of them wrote nowhere else.
 
     Going back from the head, each snapshot must be one of these, or have added nothing here, until one is
-    reached whose files here are all from `ids`.
+    reached whose files here are all from `ids`, and a file of each rewritten one was seen: an export writes
+    into one partition, so where one file was, all were.
     Raises: Invalid with the reason.
     """
     here = _in_partitions(builder, plan, files)
-    oldest = None
+    spec_id = builder.metadata.default_spec_id
+    unseen, unmixed, oldest = set(rewritten), False, None
     for snapshot in ancestors_of(builder.parent, builder.metadata):
-        added_by = {entry.snapshot_id for entry in head.live(snapshot) if here(entry)}
-        if added_by <= ids:
+        entries = list(head.live(snapshot))
+        for entry in entries:
+            if entry.snapshot_id in rewritten and not here(entry):
+                raise _refusal(
+                    plan, "its earlier rows lie in another target partition, and were rewritten since"
+                )
+        unseen -= {entry.snapshot_id for entry in entries if entry.data_file.spec_id == spec_id}
+        added_by = {entry.snapshot_id for entry in entries if here(entry)}
+        unmixed = unmixed or added_by <= ids
+        if unmixed and not unseen:
             return here
-        if snapshot.snapshot_id in added_by - ids and not _keeps_rows(snapshot):
+        if not unmixed and snapshot.snapshot_id in added_by - ids and not _keeps_rows(snapshot):
             raise _refusal(
                 plan,
                 f"snapshot {snapshot.snapshot_id} put other rows into the same target partition, "

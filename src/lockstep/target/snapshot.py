@@ -115,6 +115,11 @@ def ledger_entry(metadata: TableMetadata, commit_id: str) -> LedgerEntry | None:
     return None if text is None else LedgerEntry.from_text(name, text)
 
 
+def ledger_is_full(metadata: TableMetadata) -> bool:
+    """Whether entries of earlier commits may have gone."""
+    return sum(name.startswith(LEDGER_PREFIX) for name in metadata.properties) >= LEDGER_LIMIT
+
+
 def published_from(metadata: TableMetadata, scope: str) -> list[str]:
     """The commits whose rows came from this source partition and were not replaced since."""
     entries = {
