@@ -21,7 +21,8 @@ import pyarrow as pa
 from lockstep.errors import Corrupt
 from lockstep.fingerprint import fingerprint
 from lockstep.job import DROPPED, RUN, Json, Plan, Position, SortKey
-from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, key_to_json, order, visible
+from lockstep.keys import RECORD, TASK, Bound, Key, SortedRows, key_from_json, key_to_json, visible
+from lockstep.ordering import order
 from lockstep.sink.run import HUGE_BYTES, order_of, unique_of
 from lockstep.source import Chunk
 from lockstep.storage import Storage, local_path

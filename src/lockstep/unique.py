@@ -30,8 +30,9 @@ import pyarrow.compute as pc
 
 from lockstep.fingerprint import row_hashes
 from lockstep.job import LOSERS, ColumnMap, Json, Plan, Position, SortKey, StagedFile
-from lockstep.keys import RECORD, TASK, key_of, order, present, repeats
+from lockstep.keys import RECORD, TASK, key_of
 from lockstep.merge import Losers, MergeReader, Window, blocks_of
+from lockstep.ordering import order, present, repeats
 from lockstep.sink.losers import LOSER_SCHEMA, WINNER_FILE, WINNER_RECORD, WINNER_TASK
 from lockstep.sink.run import key_rows, unique_of
 from lockstep.source import Chunk

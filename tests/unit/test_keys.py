@@ -16,15 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.job import SortKey
-from lockstep.keys import (
-    KeyColumns,
-    SortedRows,
-    cut,
-    key_from_json,
-    key_of,
-    key_to_json,
-    order,
-)
+from lockstep.keys import KeyColumns, SortedRows, cut, key_from_json, key_of, key_to_json
+from lockstep.ordering import order
 
 LONG = "x" * 700
 TEXTS = ["", "a", "a\0", "a\0\0", "ab", "é", "a" * 8, "a" * 8 + "b", "a" * 8 + "\0", LONG, LONG + "y"]

@@ -15,7 +15,7 @@ import pytest
 from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import KEYS, RUN, Json, SortKey
-from lockstep.keys import order
+from lockstep.ordering import order
 from lockstep.sink.run import RunSink, SortedRunSink
 from lockstep.sink.staging import parse_staged_name
 from tests.runs_lab import ARROW, JOB, SCHEMA, RunsLab, batch_of, rows_of, small

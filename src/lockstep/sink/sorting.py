@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lockstep.job import SortKey
-from lockstep.keys import order, order_columns
+from lockstep.ordering import order, order_columns
 
 PIECE_BYTES: Final = 16 << 20
 """Rows that are brought into order at once."""
