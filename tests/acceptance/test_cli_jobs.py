@@ -493,6 +493,21 @@ def test_doctor_says_what_is_broken_and_what_to_do(shell: Shell) -> None:
     assert not any("lockstep doctor" in (check["todo"] or "") for check in checks.values())
 
 
+def test_a_catalog_without_a_warehouse_is_named_by_doctor_and_by_who_would_create_a_table(
+    shell: Shell,
+) -> None:
+    (shell.folder / "lockstep.toml").write_text('[catalogs.bare]\ntype = "sql"\nuri = "sqlite:///bare.db"\n')
+    (shell.folder / "rows.csv").write_text("a\n1\n")
+    checks = {check["name"]: check for check in json.loads(shell.run("doctor", "--json").stdout)["checks"]}
+    assert checks["catalog bare"]["verdict"] == "warning"
+    assert "warehouse in [catalogs.bare]" in checks["catalog bare"]["todo"]
+
+    done = shell.run("import", "rows.csv", "iceberg://bare/db.t", "--create")
+    assert done.returncode == 2
+    assert 'cannot create db.t: the catalog "bare" has no warehouse' in done.stderr
+    assert "warehouse in [catalogs.bare]" in done.stderr
+
+
 def test_doctor_creates_nothing(tmp_path: Path) -> None:
     done = subprocess.run([LOCKSTEP, "doctor"], cwd=tmp_path, capture_output=True, check=False, timeout=60)
     assert done.returncode == 0

@@ -25,6 +25,7 @@ from lockstep.secrets import redact
 JAVA_LEAST: Final = 17
 PATIENCE_S: Final = 15.0
 LOW_DISK_BYTES: Final = 2_000_000_000
+_SQL: Final = ("sqlite", "postgresql")
 
 
 class Verdict(StrEnum):
@@ -169,14 +170,18 @@ def _store(session: Session) -> Finding:
 
 def _catalog(name: str, config: Config) -> Finding:
     label = f"catalog {name}"
-    uri = config.catalogs[name].get("uri", "")
+    properties = config.catalogs[name]
+    uri = properties.get("uri", "")
+    if uri.startswith(_SQL) and not properties.get("warehouse"):
+        todo = f"name a folder or bucket for its tables: warehouse in [catalogs.{name}]"
+        return Finding(label, Verdict.WARNING, "no warehouse: tables cannot be created", todo)
     file = _sqlite_file(uri)
     if file is not None and not file.exists():
         return _to_be_created(label, file)
     from lockstep.target import open_target
 
     open_target(f"iceberg://{name}/lockstep_doctor.probe", config).exists()
-    return Finding(label, Verdict.OK, redact(uri) or config.catalogs[name].get("type", "answers"))
+    return Finding(label, Verdict.OK, redact(uri) or properties.get("type", "answers"))
 
 
 def _places(config: Config) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.catalog import Catalog, MetastoreCatalog, load_catalog
 from pyiceberg.exceptions import (
     AuthorizationExpiredError,
     BadRequestError,
@@ -117,6 +117,7 @@ class IcebergTarget:
         """Field ids are given anew by the catalog: read them from what comes back."""
         with self._answers():
             catalog = self._open()
+            self._require_a_place(catalog)
             try:
                 catalog.create_namespace_if_not_exists(self._identifier[:-1])
             except IntegrityError:  # two asked at once whether it is there, and the other has made it
@@ -132,6 +133,19 @@ class IcebergTarget:
             except TableAlreadyExistsError:
                 table = catalog.load_table(self._identifier)
             return self._loaded(table)
+
+    def _require_a_place(self, catalog: Catalog) -> None:
+        """Raises: Invalid if the catalog cannot tell where a new table is to be kept."""
+        if not isinstance(catalog, MetastoreCatalog) or catalog.properties.get("warehouse"):
+            return
+        with suppress(NoSuchNamespaceError):
+            if catalog.load_namespace_properties(self._identifier[:-1]).get("location"):
+                return
+        name = ".".join(self._identifier)
+        raise Invalid(
+            f'cannot create {name}: the catalog "{self._catalog_name}" has no warehouse',
+            hint=f"name a folder or bucket for its tables: warehouse in [catalogs.{self._catalog_name}]",
+        )
 
     def order_by(self, head: TargetTable, sort_order: Json) -> TargetTable:
         with self._answers():
