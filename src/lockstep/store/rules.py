@@ -74,6 +74,11 @@ class Frozen:
             "beside": sorted(self.beside),
         }
 
+    @classmethod
+    def from_json(cls, raw: Json) -> Frozen:
+        """Raises: Incompatible for a newer format; whatever damage makes of it: ValueError, KeyError, …"""
+        return cls(Plan.from_json(raw["plan"]), holding_from_json(raw["holding"]), frozenset(raw["beside"]))
+
 
 def holding_from_json(raw: Json) -> Holding:
     pieces = tuple(Piece(piece["name"], piece["first"], piece["last"]) for piece in raw["pieces"])

@@ -21,11 +21,11 @@ from lockstep.job import (
     commit_id,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock
-from lockstep.store.rules import conflict, counted
+from lockstep.store.rules import Frozen, conflict, counted
 from lockstep.store.sql_claim import ClaimVerb
 from lockstep.store.sql_commit import CommitVerbs
 from lockstep.store.sql_database import insert_if_absent, open_database, verb
-from lockstep.store.sql_records import Frozen, JobRow, as_holding, as_task, error_text, frozen_columns
+from lockstep.store.sql_rows import JobRow, as_holding, as_task, error_text, frozen_columns
 from lockstep.store.sql_schema import OF_A_JOB, history, jobs, plans, scopes, tasks
 from lockstep.store.sql_tasks import TaskVerbs
 

@@ -12,19 +12,11 @@ from sqlalchemy import Connection, Double, Row, bindparam, select
 from lockstep.errors import Corrupt, ErrorInfo, LockstepError, Retryable
 from lockstep.job import Event, Job, Lease, State, Task, TaskState
 from lockstep.store import Claim
+from lockstep.store.rules import Frozen
 from lockstep.store.sql_database import Offer, verb
 from lockstep.store.sql_offers import GHOSTS, candidates, in_turns
-from lockstep.store.sql_records import (
-    IS_LEASED,
-    Frozen,
-    JobRow,
-    Records,
-    as_job,
-    as_task,
-    error_text,
-    lost_progress,
-    saved,
-)
+from lockstep.store.sql_records import IS_LEASED, Records
+from lockstep.store.sql_rows import JobRow, as_job, as_task, error_text, lost_progress, saved
 from lockstep.store.sql_schema import jobs, tasks
 
 # Without a condition on the time: with one, SQLite would walk through the index of all open tasks.

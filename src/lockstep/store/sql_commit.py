@@ -13,7 +13,8 @@ from lockstep.job import PLAN_FORMAT, CommitLease, Event, Job, State, after
 from lockstep.store import CommitClaim
 from lockstep.store.rules import ENDS, how_it_ended
 from lockstep.store.sql_database import verb
-from lockstep.store.sql_records import IS_COMMITTING, JobRow, Records, error_text
+from lockstep.store.sql_records import IS_COMMITTING, Records
+from lockstep.store.sql_rows import JobRow, error_text
 from lockstep.store.sql_schema import jobs
 
 _READY: Final = (

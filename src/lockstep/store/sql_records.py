@@ -1,15 +1,10 @@
-"""Rows of the SQL store as jobs and tasks, and the one function that moves a job from state to state."""
+"""Jobs of the SQL store: reading them, and the one function that moves a job from state to state."""
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -29,10 +24,7 @@ from sqlalchemy import (
 )
 
 from lockstep.errors import (
-    Corrupt,
-    ErrorInfo,
     Fenced,
-    Incompatible,
     Invalid,
     LockstepError,
     NoSuchJob,
@@ -40,18 +32,15 @@ from lockstep.errors import (
 )
 from lockstep.job import (
     Event,
-    Fingerprint,
-    Holding,
     Job,
-    Kind,
-    Piece,
-    Plan,
     State,
-    Task,
     TaskState,
     after,
 )
+from lockstep.store.recent import Recent
+from lockstep.store.rules import Frozen, missing_plan, no_such_job
 from lockstep.store.sql_database import TIME, Database
+from lockstep.store.sql_rows import JobRow, as_job, saved, thawed
 from lockstep.store.sql_schema import history, jobs, plans, tasks
 
 _LOG: Final = logging.getLogger("lockstep.store")
@@ -90,26 +79,6 @@ _ACTIVITY_OF_IT: Final = union_all(
 _LEASED_OF_JOB: Final = select(tasks).where(IS_LEASED, tasks.c.job_id == bindparam("job_id"))
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """The part of a job that never changes."""
-
-    plan: Plan
-    holding: Holding
-    beside: frozenset[str]
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-class JobRow(SimpleNamespace):
-    """A job's row as it was read or last written in this transaction."""
-
-    def changed(self, changes: Mapping[str, Any]) -> JobRow:
-        return JobRow(**{**vars(self), **changes})
-
-
 class Records:
     """Reading and moving jobs inside a transaction of the caller.
 
@@ -119,8 +88,7 @@ class Records:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._frozen: OrderedDict[str, Frozen] = OrderedDict()
-        self._frozen_lock = threading.Lock()
+        self._frozen: Recent[Frozen] = Recent(_PLANS_KEPT)
         self._unreadable: dict[str, str] = {}
         self._locking = database.with_time(_JOB_LOCKED)
         self._locking_at_once = database.with_time(_JOB_LOCKED_AT_ONCE)
@@ -204,21 +172,15 @@ class Records:
 
     def _frozen_or_error(self, conn: Connection, ids: Sequence[str]) -> dict[str, Frozen | LockstepError]:
         found: dict[str, Frozen | LockstepError] = {}
-        with self._frozen_lock:
-            for job_id in ids:
-                if job_id in self._frozen:
-                    self._frozen.move_to_end(job_id)
-                    found[job_id] = self._frozen[job_id]
+        for job_id in ids:
+            if (known := self._frozen.recall(job_id)) is not None:
+                found[job_id] = known
         for some in _batches([job_id for job_id in ids if job_id not in found]):
             for row in conn.execute(_PLANS, {"ids": some}):
-                found[row.job_id] = _thawed(row)
-        with self._frozen_lock:
-            for job_id, known in found.items():
-                if isinstance(known, Frozen):
-                    self._frozen[job_id] = known
-            while len(self._frozen) > _PLANS_KEPT:
-                self._frozen.popitem(last=False)
-        return {job_id: found.get(job_id) or _planless(job_id) for job_id in ids}
+                found[row.job_id] = read = thawed(row)
+                if isinstance(read, Frozen):
+                    self._frozen.keep(row.job_id, read)
+        return {job_id: found.get(job_id) or missing_plan(job_id) for job_id in ids}
 
     def _warn(self, job_id: str, error: LockstepError) -> None:
         """Say once that a job is left alone."""
@@ -382,127 +344,10 @@ def _task_update(columns: tuple[str, ...]) -> Update:
     )
 
 
-def saved(task: Row[Any]) -> dict[str, int]:
-    """The progress of a task back at its checkpoint: what an attempt read after it is read again."""
-    return {"rows_done": task.saved_rows, "bytes_done": task.saved_bytes}
-
-
-def lost_progress(found: Sequence[Row[Any]]) -> dict[str, int]:
-    """What the counters of a job lose when these tasks go back to their checkpoints."""
-    return {
-        "rows_done": sum(task.saved_rows - task.rows_done for task in found),
-        "bytes_done": sum(task.saved_bytes - task.bytes_done for task in found),
-    }
-
-
-def as_task(row: Row[Any]) -> Task:
-    state = TaskState(row.state)
-    return Task(
-        job_id=row.job_id,
-        stage=row.stage,
-        index=row.idx,
-        descriptor=json.loads(row.descriptor),
-        rows=row.rows,
-        size_bytes=row.size_bytes,
-        state=state,
-        epoch=row.epoch,
-        attempts=row.attempts,
-        position=None if row.position is None else json.loads(row.position),
-        rows_done=row.rows_done,
-        bytes_done=row.bytes_done,
-        files=row.files,
-        owner=row.owner,
-        lease_until=row.free_at if state is TaskState.LEASED else None,
-        started_at=row.started_at,
-        next_attempt_at=row.free_at if state is TaskState.WAITING and row.free_at > 0 else None,
-        error=as_error(row.error),
-    )
-
-
-def as_error(raw: str | None) -> ErrorInfo | None:
-    return None if raw is None else ErrorInfo.from_json(json.loads(raw))
-
-
-def error_text(error: ErrorInfo | None) -> str | None:
-    return None if error is None else dumps(error.to_json())
-
-
-def as_fingerprint(raw: str | None) -> Fingerprint:
-    return Fingerprint() if raw is None else Fingerprint.from_json(json.loads(raw))
-
-
-def frozen_columns(frozen: Frozen) -> dict[str, str]:
-    return {
-        "plan": dumps(frozen.plan.to_json()),
-        "holding": dumps(asdict(frozen.holding)),
-        "beside": dumps(sorted(frozen.beside)),
-    }
-
-
-def as_job(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying: int, now: float) -> Job:
-    committing = row.state == State.COMMITTING and row.commit_owner is not None and row.commit_free_at > now
-    return Job(
-        job_id=row.job_id,
-        request_id=row.request_id,
-        kind=Kind(row.kind),
-        state=State(row.state),
-        generation=row.generation,
-        plan=frozen.plan,
-        holding=frozen.holding,
-        stage=row.stage,
-        tasks_total=row.tasks_total,
-        tasks_done=row.tasks_done,
-        tasks_waiting_for_retry=retrying,
-        rows_done=row.rows_done,
-        bytes_done=row.bytes_done,
-        files=row.files,
-        attempts=row.attempts,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        snapshot_id=row.snapshot_id,
-        workers=tuple(sorted(workers | ({row.commit_owner} if committing else set()))),
-        kill_requested=bool(row.kill_requested),
-        released=bool(row.released),
-        commit_started_at=row.commit_started_at,
-        commit_attempts=row.commit_attempts,
-        error=as_error(row.error),
-        fingerprint=as_fingerprint(row.fingerprint) if row.stage == row.last_stage else None,
-    )
-
-
-def _thawed(row: Row[Any]) -> Frozen | LockstepError:
-    try:
-        return Frozen(
-            Plan.from_json(json.loads(row.plan)), as_holding(row.holding), frozenset(json.loads(row.beside))
-        )
-    except Incompatible as error:
-        return Incompatible(f"job {row.job_id} cannot be read: {error.message}", hint=error.hint)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Corrupt(
-            f"job {row.job_id} cannot be read: its plan is damaged ({error!r})",
-            hint="kill it and export again; other jobs are not affected",
-        )
-
-
-def as_holding(raw: str) -> Holding:
-    known = json.loads(raw)
-    pieces = tuple(Piece(piece["name"], piece["first"], piece["last"]) for piece in known["pieces"])
-    return Holding(known["scope"], known["whole"], pieces)
-
-
-def _planless(job_id: str) -> Corrupt:
-    return Corrupt(
-        f"job {job_id} cannot be read: its plan is missing from the store",
-        hint="kill it and export again; other jobs are not affected",
-    )
-
-
 def _one(conn: Connection, query: Select[Any], job_id: str) -> JobRow:
     row = conn.execute(query, {"job_id": job_id}).one_or_none()
     if row is None:
-        raise NoSuchJob(f"no job {job_id}", hint="`lockstep jobs` lists them")
+        raise no_such_job(job_id)
     return JobRow(**row._mapping)
 
 

@@ -23,20 +23,10 @@ from lockstep.job import (
     Verdict,
 )
 from lockstep.store import Begun
-from lockstep.store.rules import Batch, counted, lost_lease, unpacked
+from lockstep.store.rules import Batch, counted, dumps, lost_lease, unpacked
 from lockstep.store.sql_database import verb
-from lockstep.store.sql_records import (
-    IS_COMMITTING,
-    IS_LEASED,
-    TASK,
-    JobRow,
-    Records,
-    as_fingerprint,
-    dumps,
-    error_text,
-    lost_progress,
-    saved,
-)
+from lockstep.store.sql_records import IS_COMMITTING, IS_LEASED, TASK, Records
+from lockstep.store.sql_rows import JobRow, as_fingerprint, error_text, lost_progress, saved
 from lockstep.store.sql_schema import chunks, jobs, tasks
 
 FILES_PER_CHUNK: Final = 500

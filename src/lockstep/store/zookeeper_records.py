@@ -11,7 +11,6 @@ import json
 import logging
 import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -19,13 +18,13 @@ from lockstep.errors import Corrupt, ErrorInfo, Invalid, LockstepError, Retryabl
 from lockstep.job import (
     Job,
     Kind,
-    Plan,
     State,
     TaskSpec,
     TaskState,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, new_id
-from lockstep.store.rules import Frozen, damaged_plan, holding_from_json, missing_plan, no_such_job
+from lockstep.store.recent import Recent
+from lockstep.store.rules import Frozen, damaged_plan, missing_plan, no_such_job
 from lockstep.store.zookeeper_edit import Edit, Ghost, Seen
 from lockstep.store.zookeeper_layout import (
     Layout,
@@ -47,33 +46,6 @@ _TOO_LARGE_BYTES: Final = 1_000_000
 _DAMAGE: Final = (ValueError, KeyError, TypeError, AttributeError, zlib.error)
 
 T = TypeVar("T")
-
-
-class Recent(OrderedDict[str, T]):
-    """The values used last, up to a number of them; safe for threads."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-        self._lock = threading.Lock()
-
-    def recall(self, key: str) -> T | None:
-        with self._lock:
-            if key not in self:
-                return None
-            self.move_to_end(key)
-            return self[key]
-
-    def keep(self, key: str, value: T) -> None:
-        with self._lock:
-            self[key] = value
-            self.move_to_end(key)
-            while len(self) > self._most:
-                self.popitem(last=False)
-
-    def forget(self, key: str) -> None:
-        with self._lock:
-            self.pop(key, None)
 
 
 class Patience:
@@ -462,9 +434,7 @@ def _thawed(job_id: str, blob: bytes | None) -> Frozen | LockstepError:
     if blob is None:
         return missing_plan(job_id)
     try:
-        raw = unpacked(blob)
-        holding = holding_from_json(raw["holding"])
-        return Frozen(Plan.from_json(raw["plan"]), holding, frozenset(raw["beside"]))
+        return Frozen.from_json(unpacked(blob))
     except (LockstepError, *_DAMAGE) as error:
         return damaged_plan(job_id, error)
 
