@@ -226,6 +226,7 @@ class _Planner:
 
     def plan(self, selections: Sequence[Selection]) -> Planned:
         head = self._head()
+        self._refuse_itself(head)
         columns = self._columns(head)
         skipped: list[Skipped] = []
         with ExitStack() as undo:
@@ -264,6 +265,13 @@ class _Planner:
 
         schema, spec, sort_order = derive(self.table, allow_lossy=self.request.allow_lossy)
         return TargetTable(UNBORN, "", schema, spec, sort_order, {}, None)
+
+    def _refuse_itself(self, head: TargetTable) -> None:
+        if self.table.identity == f"iceberg:{head.uuid}" and self.request.on_existing != "append":
+            raise Invalid(
+                f"{self.request.target} would be exported into itself",
+                hint="name another target, or pass --on-existing append to have its rows twice",
+            )
 
     def _as_last_known(self, error: Retryable) -> TargetTable:
         """The table as the newest job into it knew it: more than a catalog that is away can say.

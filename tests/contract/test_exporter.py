@@ -51,6 +51,18 @@ def test_replace_finds_what_a_forgotten_job_has_published(shop: Shop) -> None:
     assert len(shop.table().metadata.snapshots) == 2
 
 
+def test_a_table_is_not_exported_into_itself_unless_its_rows_are_wanted_twice(shop: Shop) -> None:
+    shop.export(everything=True)
+    for mode in ("error", "skip", "replace"):
+        request = ExportRequest(TARGET, TARGET, everything=True, on_existing=mode)
+        with pytest.raises(Invalid, match="into itself"):
+            plan_export(request, shop.config, shop.store, shop.clock)
+    twice = ExportRequest(TARGET, TARGET, everything=True, on_existing="append")
+    (job,) = plan_export(twice, shop.config, shop.store, shop.clock).jobs
+    shop.run(job)
+    assert shop.rows() == sorted([10, 11, 20, 21, 30, 31] * 2)
+
+
 def test_a_refused_replace_has_not_touched_the_job_that_it_would_replace(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -760,6 +760,11 @@ def test_an_address_without_a_table_is_refused(lake, address: str) -> None:
         open_target(address, lake.config)
 
 
+def test_a_target_with_a_snapshot_is_refused_and_not_taken_for_a_name(lake) -> None:
+    with pytest.raises(Invalid, match="names a snapshot"):
+        open_target("iceberg://lake/db.events@5", lake.config)
+
+
 def test_a_warehouse_that_cannot_be_written_to_is_a_wrong_request(tmp_path: Path) -> None:
     # Nobody may make a folder there, not even root.
     lake = Lake(tmp_path)

@@ -5,6 +5,7 @@ The register is written once: committed or fenced, whichever came first. Impleme
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -106,6 +107,12 @@ def open_target(address: str, config: Config, clock: Clock = SYSTEM_CLOCK) -> Ta
     """
     if address.startswith("iceberg://"):
         from lockstep.target.iceberg import IcebergTarget
+
+        if re.search(r"@\d+$", address):
+            raise Invalid(
+                f'"{address}" names a snapshot; rows can only be added to the table as it is',
+                hint="leave out @ and the number after it",
+            )
 
         return IcebergTarget(address, config, clock)
     raise Invalid(f'"{address}" is not a target', hint="write iceberg://CATALOG/namespace.table")
