@@ -25,6 +25,7 @@ from lockstep.store import Claim, JobStore
 STOP_GRACE_S: Final = 1.5
 PAUSE_GRACE_S: Final = 20.0
 STORE_PATIENCE_S: Final = 300.0
+LEAST_BEAT_S: Final = 0.1
 
 T = TypeVar("T")
 TaskKey = tuple[str, str, int]
@@ -95,6 +96,7 @@ class Waves:
         self._held: dict[TaskKey, Held] = {}
         self._waves: dict[str, Wave] = {}
         self._waves_started = 0
+        self._renewed_at = 0.0
         self.spark_log = config.state_folder / "spark.log"
 
     @property
@@ -306,11 +308,37 @@ class Waves:
         return held.lease
 
     def beat(self) -> None:
+        """Renew the leases, and stop the attempts that do not obey or do not answer."""
+        self._renew()
+        now = self._clock.now()
+        with self._lock:
+            overdue = [held for held in self._held.values() if self._overdue(held, now)]
+        for held in overdue:
+            self._force(held, now)
+
+    def until_next_beat_s(self) -> float:
+        """`beat_s`, or less where an attempt that was told to stop is to be forced before."""
+        now = self._clock.now()
+        with self._lock:
+            told = [held for held in self._held.values() if held.told_at is not None]
+            left = [_grace_s(held) - (now - held.told_at) for held in told if held.told_at is not None]
+        return max(LEAST_BEAT_S, min([self._beat_s, *left]))
+
+    def renew_if_overdue(self) -> None:
+        """Renew the leases if no beat has for so long that they may have run out.
+
+        After a while in which the machine stood still, the tasks of this worker would otherwise be offered
+        to itself, and be done again.
+        """
+        if self._clock.now() - self._renewed_at > self._config.limits.lease_s / 2:
+            self._renew()
+
+    def _renew(self) -> None:
+        now = self._clock.now()
         with self._lock:
             progress = {held.lease: held.progress for held in self._held.values()}
-        if not progress:
-            return
-        verdicts = self._store.heartbeat(progress, self._config.limits.lease_s)
+        verdicts = self._store.heartbeat(progress, self._config.limits.lease_s) if progress else {}
+        self._renewed_at = now
         now = self._clock.now()
         with self._lock:
             for lease, verdict in verdicts.items():
@@ -318,14 +346,10 @@ class Waves:
                 if held is not None and held.verdict is not verdict:
                     held.verdict = verdict
                     held.told_at = now if verdict is not Verdict.GO_ON else None
-            overdue = [held for held in self._held.values() if self._overdue(held, now)]
-        for held in overdue:
-            self._force(held, now)
 
     def _overdue(self, held: Held, now: float) -> bool:
         if held.told_at is not None:
-            grace_s = PAUSE_GRACE_S if held.verdict is Verdict.PAUSE else STOP_GRACE_S
-            return now - held.told_at > (grace_s if held.begun else 0.0)
+            return now - held.told_at >= _grace_s(held)
         return held.begun and (self._silent(held, now) or self._late(held, now))
 
     def _silent(self, held: Held, now: float) -> bool:
@@ -370,6 +394,13 @@ def _for_executors(config: Config, plan: Plan) -> Config:
     """What a task needs of the configuration: neither the store nor the catalogs, so it never sees their
     credentials, but the storage of its target."""
     return replace(config, store_url="", catalogs={}, spark={}, storage=options_of(plan, config))
+
+
+def _grace_s(held: Held) -> float:
+    """How long an attempt that was told to stop may take to do so by itself."""
+    if not held.begun:
+        return 0.0
+    return PAUSE_GRACE_S if held.verdict is Verdict.PAUSE else STOP_GRACE_S
 
 
 def _key(lease: Lease) -> TaskKey:

@@ -154,6 +154,7 @@ class Worker:
         free = engine.slots + 1 - len(self._waves.jobs_of_held())
         if free <= 0:
             return
+        self._waves.renew_if_overdue()
         claims = self._claim(live, engine.slots, free)
         runnable = [claim for claim in claims if not self._spent(claim)]
         for job_id in dict.fromkeys(claim.job.job_id for claim in runnable):
@@ -213,7 +214,7 @@ class Worker:
                 self._store.fail(lease, replace(info, task=claim.task.index), delay_s)
 
     def _beat(self, ended: threading.Event) -> None:
-        while not ended.wait(BEAT_S):
+        while not ended.wait(self._waves.until_next_beat_s()):
             try:
                 self._waves.beat()
             except Exception:  # a beat that fails must not end the beating: leases would run out unseen

@@ -13,9 +13,9 @@ import pytest
 from lockstep.config import Config, load_config
 from lockstep.engine import RunTask
 from lockstep.errors import ErrorInfo, Fenced, Retryable
-from lockstep.job import Lease, State, TaskState
+from lockstep.job import Event, Lease, State, TaskState
 from lockstep.store.sql import SqlStore
-from lockstep.waves import retry_delay_s
+from lockstep.waves import LEAST_BEAT_S, STOP_GRACE_S, retry_delay_s
 from lockstep.worker import TO_DO, Worker
 from tests.store_lab import MovedClock, begin_task, new_job
 
@@ -244,11 +244,34 @@ def test_neighbours_of_a_task_that_was_forced_to_stop_lose_no_attempt(room: Room
     assert attempts == {silent.index: 1, neighbour.index: 0}
 
 
+def test_after_a_standstill_of_the_machine_a_worker_does_not_take_its_own_tasks_again(room: Room) -> None:
+    room.store.create([job()])
+    lease = room.begin()
+    room.clock.at += room.config.limits.lease_s + 1
+    room.worker._round()
+    assert len(room.engine.leases) == 1
+    assert room.ask("checkpoint", lease, position={"row": 1}, staged=[], **PROGRESS) == "go_on"
+    assert room.store.claim("another", 1, 30) == []
+
+
+def test_an_attempt_that_does_not_stop_is_forced_as_soon_as_its_grace_is_over(room: Room) -> None:
+    room.store.create([job()])
+    room.begin()
+    room.store.stop("j1", Event.KILL)
+    room.worker._waves.beat()
+    waited_s = 0.0
+    while not room.engine.cancelled:
+        step_s = room.worker._waves.until_next_beat_s()
+        assert step_s > 0
+        waited_s += step_s
+        room.clock.at += step_s
+        room.worker._waves.beat()
+    assert waited_s == pytest.approx(STOP_GRACE_S, abs=LEAST_BEAT_S)
+
+
 def test_a_kill_reaches_a_running_task_with_its_next_heartbeat(room: Room) -> None:
     room.store.create([job()])
     lease = room.begin()
-    from lockstep.job import Event
-
     room.store.stop("j1", Event.KILL)
     room.worker._waves.beat()
     assert room.ask("heartbeat", lease, **PROGRESS) == "stop"
