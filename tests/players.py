@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from lockstep.config import load_config
 from lockstep.engine import RunTask
 from lockstep.engine.spark import TASK_FAILURES
 from lockstep.job import Position, StagedFile
-from lockstep.runtime import FAILPOINTS_VARIABLE
+from lockstep.runtime import FAILPOINTS_VARIABLE, failpoint
 from lockstep.sink import losers, run
 from lockstep.store import open_store
 from lockstep.worker import Until, Worker
@@ -37,6 +38,7 @@ PRIVATE_MOUNTS = 0x4000 | 0x40000
 STATE_VARIABLE = "LOCKSTEP_FAILPOINTS_STATE"
 ROWS_LOG = "rows.txt"
 DUE, CHECKPOINTED = -1, -2
+GATE = "gate"
 
 
 def on_stage(
@@ -122,6 +124,40 @@ def toil(config: str = "lockstep.toml", *, until: Until = "forever", slots: int 
     zygote = Zygote.fork()
     settings = load_config(Path(config))
     Worker(settings, open_store(settings.store_url), engine=ForkEngine(zygote, slots)).run(until)
+
+
+def work_to_the_gate(*job_ids: str) -> None:
+    """`work`, where no task comes to its end before the gate is open."""
+    wait_at_the_gate(0)
+    work(*job_ids)
+
+
+def toil_to_the_gate(finishing: str) -> None:
+    """`toil`, where only so many tasks come to their end before the gate is open."""
+    wait_at_the_gate(int(finishing))
+    toil()
+
+
+def wait_at_the_gate(after: int) -> None:
+    """Whatever a test wants to find under way is held there until `Troupe.open_the_gate`: in however long the
+    test takes, no more than `after` tasks of this process and its children finish."""
+
+    def gate(name: str) -> None:
+        failpoint(name)
+        if name == "write.before_finish" and _arrival() > after:
+            while not Path(GATE).exists():
+                time.sleep(0.02)
+
+    attempt.failpoint = gate  # type: ignore[attr-defined]
+
+
+def _arrival() -> int:
+    """Which one this is of those that came to the gate."""
+    with Path(f"{GATE}.arrivals").open("ab") as arrivals:
+        fcntl.flock(arrivals, fcntl.LOCK_EX)
+        arrivals.write(b".")
+        arrivals.flush()
+        return os.fstat(arrivals.fileno()).st_size
 
 
 def toil_narrowly() -> None:
@@ -253,11 +289,15 @@ class Troupe:
     def has_reached(self, failpoint: str, times: int = 1) -> bool:
         return self.times_reached(failpoint) >= times
 
-    def wait_for(self, failpoint: str, timeout_s: float = 60.0, *, times: int = 1) -> None:
+    def wait_for(self, failpoint: str, timeout_s: float = 150.0, *, times: int = 1) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.has_reached(failpoint, times):
             assert time.monotonic() < deadline, f"{failpoint} was not reached\n{self.said()}"
             time.sleep(0.02)
+
+    def open_the_gate(self) -> None:
+        """For those who wait there; see `wait_at_the_gate`."""
+        (self._folder / GATE).touch()
 
     def said(self) -> str:
         logs = sorted(self._folder.glob("*.log"))

@@ -60,7 +60,7 @@ class Child:
         self.pid = int(self._words.readline())
         self._returncode: int | None = None
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 150.0) -> int:
         """Its exit code, or minus the signal that ended it. Raises: TimeoutError."""
         if self._returncode is None:
             if not select.select([self._line], [], [], timeout_s)[0]:

@@ -6,7 +6,7 @@ Spoiled answers around the commit itself are in test_outages.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -145,8 +145,9 @@ def test_a_commit_that_never_reaches_its_catalog_fails_within_its_budget_and_a_r
     lab = ground.lab
     lab.make_events(parts=1, rows=100)
     (job_id,) = ground.export()
-    with ground.worker():
+    with ExitStack() as stack:
         with ground.toxic("reset_peer"):
+            stack.enter_context(ground.worker())
             failed = lab.wait_for_end(job_id, WAIT_S)
         assert failed.state is State.FAILED
         assert failed.error is not None

@@ -47,8 +47,10 @@ class Stage:
         return job.job_id
 
     @contextmanager
-    def worker(self, job_id: str, failpoints: str = "") -> Iterator[Child]:
-        child = self.troupe.play(players.work, job_id, failpoints=failpoints)
+    def worker(
+        self, job_id: str, failpoints: str = "", play: Callable[..., object] = players.work
+    ) -> Iterator[Child]:
+        child = self.troupe.play(play, job_id, failpoints=failpoints)
         try:
             yield child
         finally:
@@ -119,11 +121,12 @@ def test_a_kill_ends_a_job_whose_task_hangs_as_it_writes(stage: Stage) -> None:
 def test_a_kill_ends_a_job_whose_worker_is_stopped(stage: Stage) -> None:
     lab = stage.lab
     job_id = stage.ask()
-    with stage.worker(job_id, "write.after_checkpoint=sleep:1") as worker:
+    with stage.worker(job_id, "write.after_checkpoint=sleep:1", players.work_to_the_gate) as worker:
         stage.troupe.wait_for("write.after_checkpoint")
         lab.freeze_group(worker.pid)
         stage.kill(job_id)
         before = list(lab.store().manifest(job_id, "write"))
+        stage.troupe.open_the_gate()
         os.killpg(worker.pid, signal.SIGCONT)
         assert worker.wait() == 0
     assert lab.store().read(job_id).state is State.KILLED
@@ -167,9 +170,10 @@ def test_a_request_that_waits_for_a_silent_catalog_is_given_up_at_once_and_leave
 def test_a_pause_keeps_what_was_checkpointed_and_the_job_goes_on_from_there(stage: Stage) -> None:
     lab = stage.lab
     job_id = stage.ask()
-    with stage.worker(job_id, "write.after_checkpoint=sleep:1") as worker:
+    with stage.worker(job_id, "write.after_checkpoint=sleep:1", players.work_to_the_gate) as worker:
         stage.troupe.wait_for("write.after_checkpoint")
         stage.command("pause", job_id)
+        stage.troupe.open_the_gate()
         assert worker.wait() == 0
     paused = lab.store().read(job_id)
     assert paused.state is State.PAUSED

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.job import Job, State, Task, TaskState
+from lockstep.job import Job, Json, State, Task, TaskState
 from tests.catalog_faults import CatalogFaults
 from tests.kills import kill_in_time
 from tests.lab import Lab, picked
 from tests.object_servers import Minio, RestCatalog, Toxiproxy, s3_properties, spark_properties
-from tests.players import Troupe, command, toil, toil_on_a_small_disk
+from tests.players import Troupe, command, toil, toil_on_a_small_disk, toil_to_the_gate
 from tests.readers import SparkReader
 from tests.zygote import Zygote
 
@@ -62,6 +62,19 @@ class Ground:
     def tasks(self, state: TaskState) -> dict[tuple[str, int], Task]:
         found = [task for job in self.lab.jobs() for task in self.lab.store().tasks(job.job_id)]
         return {(task.job_id, task.index): task for task in found if task.state is state}
+
+    def wait_for_a_waiting_task(self) -> Json:
+        """What `show` says of one that waits for its next try. Soon it is tried again, and waits again."""
+        found: list[Json] = []
+
+        def shown() -> bool:
+            for job in self.lab.jobs():
+                if job.tasks_waiting_for_retry:
+                    found.extend(self.lab.document("show", job.job_id)["waiting"])
+            return bool(found)
+
+        self.lab.wait_until(shown, WAIT_S)
+        return found[0]
 
     def wait_for_ends(self, jobs: list[str]) -> list[Job]:
         return [self.lab.wait_for_end(job_id, WAIT_S) for job_id in jobs]
@@ -116,16 +129,13 @@ def test_a_storage_that_dies_midway_and_comes_back_costs_nothing_but_time(
     lab.make_events("late", parts=0)
     lab.sql("INSERT INTO late SELECT number + 1000000, '2024-01-05', 'late', 1, NULL FROM numbers(100)")
     first = ground.export("--all", "--create", "--file-size", "20KB")
-    with ground.worker():
-        lab.wait_until(lambda: len(ground.tasks(TaskState.DONE)) >= 2, WAIT_S)
+    with ground.worker(toil_to_the_gate, "2"):
+        lab.wait_until(lambda: len(ground.tasks(TaskState.DONE)) == 2, WAIT_S)
         mortal_minio.kill()
         done = ground.tasks(TaskState.DONE)
-        assert len(done) < 10, "all was done before the storage died"
-        lab.wait_until(lambda: any(job.tasks_waiting_for_retry for job in lab.jobs()), WAIT_S)
+        ground.troupe.open_the_gate()
 
-        waiting = next(job for job in lab.jobs() if job.tasks_waiting_for_retry)
-        document = lab.document("show", waiting.job_id)
-        about = document["waiting"][0]
+        about = ground.wait_for_a_waiting_task()
         assert about["error"]["class"] == "Retryable"
         assert "cannot be reached" in about["error"]["message"]
         assert about["since"] < about["next_attempt_at"]
@@ -163,12 +173,13 @@ def test_a_storage_that_stays_away_fails_the_jobs_and_a_retry_goes_on_from_what_
     lab = ground.lab
     lab.make_events(partitions=2, parts=4, rows=4000)
     jobs = ground.export("--all", "--create", "--file-size", "20KB")
-    with ground.worker():
-        lab.wait_until(lambda: len(ground.tasks(TaskState.DONE)) >= 2, WAIT_S)
+    with ground.worker(toil_to_the_gate, "2"):
+        lab.wait_until(lambda: len(ground.tasks(TaskState.DONE)) == 2, WAIT_S)
         mortal_minio.kill()
         done = ground.tasks(TaskState.DONE)
-        failed = [job for job in ground.wait_for_ends(jobs) if job.state is State.FAILED]
-        assert failed, "all was done before the storage died"
+        ground.troupe.open_the_gate()
+        failed = ground.wait_for_ends(jobs)
+        assert {job.state for job in failed} == {State.FAILED}
         for job in failed:
             assert job.error is not None
             assert "cannot be reached" in job.error.message

@@ -50,8 +50,10 @@ def a_worker(lab: Lab, troupe: Troupe, play: Callable[..., object]) -> Iterator[
             yield process.pid
         return
     worker = troupe.play(play)
-    yield worker.pid
-    worker.kill_group()
+    try:
+        yield worker.pid
+    finally:
+        worker.kill_group()
 
 
 def ask(lab: Lab, table: str, *options: str) -> list[str]:
@@ -70,8 +72,10 @@ def wait_until_each_is_full(lab: Lab, job_id: str, workers: list[int]) -> None:
     """Each worker runs one task, and has the next one at hand."""
     running = Counter(dict.fromkeys(workers, 1))
     full = Counter(dict.fromkeys(workers, IN_FLIGHT))
-    lab.wait_until(lambda: held(lab, job_id, begun=True) == running, timeout_s=240)
-    assert held(lab, job_id, begun=False) == full
+    lab.wait_until(
+        lambda: (held(lab, job_id, begun=True), held(lab, job_id, begun=False)) == (running, full),
+        timeout_s=240,
+    )
 
 
 def finish(lab: Lab, job_ids: list[str]) -> list[Job]:
@@ -122,6 +126,8 @@ def assert_that_the_lost_are_replaced(lab: Lab, workers: list[int]) -> None:
         lab.freeze_group(asleep)
     finish(lab, [job_id])
     lab.assert_exact(table="lost", target="db.lost")
+    # The last that is written of a job.
+    lab.wait_until(lambda: lab.store().read(job_id).released)
     before = lab.store().read(job_id)
     assert before.state is State.COMPLETED
     assert before.attempts > before.tasks_total, "nobody had to take over"
@@ -159,10 +165,15 @@ def test_a_small_job_starts_at_once_beside_a_huge_one_and_finishes_first(lab: La
     lab.store().pause(small)
     (huge,) = ask(lab, "huge", "--file-size", "2KB")
     assert lab.store().read(huge).tasks_total == 40
-    with a_worker(lab, Troupe(zygote, lab.folder), players.toil):
+    troupe = Troupe(zygote, lab.folder)
+    worker = troupe.play(players.toil_to_the_gate, "1")
+    try:
         lab.wait_until(lambda: lab.store().read(huge).tasks_done > 0)
         lab.store().resume(small)
+        troupe.open_the_gate()
         finish(lab, [small, huge])
+    finally:
+        worker.kill_group()
     lab.assert_exact(table="small", target="db.small")
     lab.assert_exact(table="huge", target="db.huge")
     first, second = lab.store().read(small), lab.store().read(huge)
