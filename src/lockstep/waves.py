@@ -97,6 +97,7 @@ class Waves:
         self._waves: dict[str, Wave] = {}
         self._waves_started = 0
         self._renewed_at = 0.0
+        self._beaten_at: float | None = None
         self.spark_log = config.state_folder / "spark.log"
 
     @property
@@ -309,12 +310,25 @@ class Waves:
 
     def beat(self) -> None:
         """Renew the leases, and stop the attempts that do not obey or do not answer."""
-        self._renew()
+        self._forgive_a_standstill()
+        try:
+            self._renew()
+            now = self._clock.now()
+            with self._lock:
+                overdue = [held for held in self._held.values() if self._overdue(held, now)]
+            for held in overdue:
+                self._force(held, now)
+        finally:
+            self._beaten_at = self._clock.now()
+
+    def _forgive_a_standstill(self) -> None:
+        """While this machine stood still nobody could be heard: that is no silence of an executor."""
         now = self._clock.now()
-        with self._lock:
-            overdue = [held for held in self._held.values() if self._overdue(held, now)]
-        for held in overdue:
-            self._force(held, now)
+        missed_s = 0.0 if self._beaten_at is None else now - self._beaten_at - 2 * self._beat_s
+        if missed_s > 0:
+            with self._lock:
+                for held in self._held.values():
+                    held.heard_at = min(now, held.heard_at + missed_s)
 
     def until_next_beat_s(self) -> float:
         """`beat_s`, or less where an attempt that was told to stop is to be forced before."""

@@ -71,6 +71,14 @@ class Room:
         self.worker._round()
         return Lease(**self.ask("begin", self.engine.leases[-1])["lease"])
 
+    def wait(self, seconds: int, *answering: Lease) -> None:
+        """Time passes, the worker beats, and these executors are heard of."""
+        for _ in range(seconds):
+            self.clock.at += 1
+            for lease in answering:
+                self.ask("heartbeat", lease, **PROGRESS)
+            self.worker._waves.beat()
+
     def stopped_by_pause(self, job_id: str) -> None:
         lease = self.begin()
         self.store.pause(job_id)
@@ -223,8 +231,7 @@ def test_an_executor_that_waits_for_the_store_is_not_silent(room: Room) -> None:
 def test_an_executor_that_is_silent_is_given_up(room: Room) -> None:
     room.store.create([job()])
     room.begin()
-    room.clock.at += 120
-    room.worker._waves.beat()
+    room.wait(120)
     (task,) = room.store.tasks("j1")
     assert task.state is TaskState.WAITING
     assert task.error is not None
@@ -236,12 +243,20 @@ def test_neighbours_of_a_task_that_was_forced_to_stop_lose_no_attempt(room: Room
     room.store.create([job(tasks=2)])
     room.worker._round()
     silent, neighbour = (Lease(**room.ask("begin", lease)["lease"]) for lease in list(room.engine.leases))
-    room.clock.at += 120
-    room.ask("heartbeat", neighbour, **PROGRESS)
-    room.worker._waves.beat()
+    room.wait(40, neighbour)
     room.engine.end_wave(RuntimeError("cancelled"))
     attempts = {task.index: task.attempts for task in room.store.tasks("j1")}
     assert attempts == {silent.index: 1, neighbour.index: 0}
+
+
+def test_a_standstill_of_the_machine_is_not_taken_for_the_silence_of_an_executor(room: Room) -> None:
+    room.store.create([job()])
+    lease = room.begin()
+    room.wait(5, lease)
+    room.clock.at += 600
+    room.wait(5)
+    assert room.engine.cancelled == []
+    assert room.ask("checkpoint", lease, position={"row": 1}, staged=[], **PROGRESS) == "go_on"
 
 
 def test_after_a_standstill_of_the_machine_a_worker_does_not_take_its_own_tasks_again(room: Room) -> None:
