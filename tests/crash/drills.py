@@ -25,8 +25,9 @@ from tests.zygote import Child, Zygote
 ACTIONS = ("kill", "error", "sleep")
 WHOLE = "kill worker"
 """SIGKILL for a worker with all its tasks, while one of them is at the failpoint."""
-LIMITS = {"lease_s": 2.5}
+LEASE_S, SHORT_LEASE_S = 30.0, 2.5
 ASLEEP_S = 6.0
+FOR_EVER_S = 600.0
 KILLED = -signal.SIGKILL
 EACH_TIME = " each time that it gets there"
 CONFLICT = 3
@@ -66,6 +67,12 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.family}-{self.failpoint}-{self.action}-{self.store}"
+
+    @property
+    def lease_s(self) -> float:
+        """Short where somebody sleeps until it has run out. That one is dead is known at once, and on a busy
+        machine a short lease would be lost beside what the drill is about."""
+        return SHORT_LEASE_S if self.action == "sleep" or self.failpoint.startswith("fence.") else LEASE_S
 
 
 @dataclass(frozen=True)
@@ -286,4 +293,5 @@ class Drill:
 
     @property
     def _armed_action(self) -> str:
-        return f"sleep:{ASLEEP_S}" if self.cell.action in ("sleep", WHOLE) else self.cell.action
+        asleep_s = {"sleep": ASLEEP_S, WHOLE: FOR_EVER_S}.get(self.cell.action)
+        return self.cell.action if asleep_s is None else f"sleep:{asleep_s}"

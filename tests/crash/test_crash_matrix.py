@@ -18,7 +18,7 @@ import pytest
 import lockstep
 from lockstep.job import Fingerprint
 from lockstep.runtime import FAILPOINTS
-from tests.crash.drills import ACTIONS, LIMITS, Cell, Drill, Family, Result, undisturbed
+from tests.crash.drills import ACTIONS, LEASE_S, Cell, Drill, Family, Result, undisturbed
 from tests.crash.families import FAMILIES
 from tests.lab import Lab
 from tests.zygote import Zygote
@@ -46,7 +46,7 @@ class Matrix:
     """
 
     def __init__(
-        self, labs: Callable[[Family, str, str], AbstractContextManager[Lab]], zygote: Zygote
+        self, labs: Callable[[Family, str, str, float], AbstractContextManager[Lab]], zygote: Zygote
     ) -> None:
         self._labs, self._zygote = labs, zygote
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="drill")
@@ -59,12 +59,13 @@ class Matrix:
         self._results = {cell: self._pool.submit(self._play, cell) for cell in cells}
 
     def _undisturbed(self, family: Family) -> Fingerprint:
-        with self._labs(family, "sqlite", f"undisturbed-{family.name}") as lab:
+        with self._labs(family, "sqlite", f"undisturbed-{family.name}", LEASE_S) as lab:
             return undisturbed(family, lab, self._zygote)
 
     def _play(self, cell: Cell) -> Result:
         family = FAMILIES[cell.family]
-        with self._labs(family, cell.store, re.sub("[^a-z]+", "-", cell.name)) as lab:
+        name = re.sub("[^a-z]+", "-", cell.name)
+        with self._labs(family, cell.store, name, cell.lease_s) as lab:
             return Drill(family, cell, lab, self._zygote, self._expected[cell.family].result).run()
 
     def result(self, cell: Cell) -> Result:
@@ -90,10 +91,11 @@ def matrix(
     root = tmp_path_factory.mktemp("matrix")
 
     @contextmanager
-    def new_lab(family: Family, store: str, name: str) -> Iterator[Lab]:
+    def new_lab(family: Family, store: str, name: str, lease_s: float) -> Iterator[Lab]:
         folder = root / name
         folder.mkdir()
-        lab = Lab(folder, chdb_folder, empty_stores(store, name), limits={**LIMITS, **family.limits})
+        limits = {"lease_s": lease_s, **family.limits}
+        lab = Lab(folder, chdb_folder, empty_stores(store, name), limits=limits)
         try:
             yield lab
         finally:
