@@ -238,7 +238,7 @@ def test_a_restarted_server_leaves_the_pin_in_its_parts(shop: Shop) -> None:
     shop.run("ALTER TABLE shop.neighbour ATTACH PARTITION ID '202401' FROM shop.events")
     shop.kill()
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     while shop.run("SELECT max(level) FROM system.parts WHERE active AND table = 'neighbour'") == 0:
         assert time.monotonic() < deadline
         time.sleep(0.1)
