@@ -7,9 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import fastavro
 import pytest
 from pyiceberg.manifest import ManifestEntry
 from pyiceberg.table.metadata import TableMetadataV3
@@ -462,6 +464,26 @@ def test_replace_keeps_sequence_numbers_and_origins_of_the_files_beside_it(lake)
     assert lake.ids() == [2, 3, 9]
 
 
+def test_replace_leaves_the_partition_values_of_the_files_beside_it_exact(lake) -> None:
+    lake.create(by_identity(3, "amount"))
+    merge = {"commit.manifest-merge.enabled": "true", "commit.manifest.min-count-to-merge": "2"}
+    lake.catalog.commit_table(lake.table(), (), (SetPropertiesUpdate(updates=merge),))
+    earlier = lake.publish("earlier", lake.stage([1], [0.1], amount=[0.1]))
+    lake.publish("other", lake.stage([2], [1e300], amount=[1e300]))
+    rows = lake.table().schema().as_arrow()
+    lake.table().append(rows.empty_table().from_pylist([{"id": 3, "amount": 0.3}], schema=rows))
+    lake.publish("newer", lake.stage([4], [0.1], amount=[0.1]), replaces=[earlier])
+    snapshot = lake.table().current_snapshot()
+    assert snapshot is not None
+    paths = [manifest.manifest_path for manifest in snapshot.manifests(lake.table().io)]
+    assert len(paths) == 2
+    # Another reader of Avro than PyIceberg's.
+    files = [BytesIO(Path(path.removeprefix("file://")).read_bytes()) for path in paths]
+    entries: list[Any] = [entry for file in files for entry in fastavro.reader(file)]
+    found = [(entry["status"], entry["data_file"]["partition"]["amount"]) for entry in entries]
+    assert sorted(found) == [(0, 0.3), (0, 1e300), (1, 0.1), (2, 0.1)]
+
+
 def test_manifests_without_a_live_file_go_with_the_next_commit(lake) -> None:
     lake.create(BY_REGION)
     earlier = lake.publish("earlier", region(lake, [1]))
@@ -592,7 +614,7 @@ def test_hostile_partition_values_are_exact_for_every_reader(lake, read_with_duc
         ("timestamptz", [-1, 1_700_000_000_000_000, None]),
         ("time", [0, 86_399_999_999]),
         ("decimal(38, 10)", ["-1234567890123456789012345678.0123456789", "0.0000000000", None]),
-        ("double", ["NaN", "-0.0", 0.0, "Infinity", "-Infinity", 1.5, None]),
+        ("double", ["NaN", "-0.0", 0.0, "Infinity", "-Infinity", 0.1, 5e-324, 1e300, None]),
         ("uuid", ["00000000-0000-0000-0000-000000000000", "ffffffff-ffff-4fff-bfff-ffffffffffff", None]),
         ("binary", ["", "AAECAw==", None]),
         ("fixed[3]", ["AAEC", None]),

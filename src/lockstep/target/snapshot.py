@@ -51,6 +51,7 @@ from pyiceberg.typedef import Record
 from lockstep.errors import Corrupt
 from lockstep.job import Json, StagedFile, snapshot_id_of
 from lockstep.runtime import Clock, new_id
+from lockstep.target import doubles as doubles  # manifests are read exactly
 from lockstep.transforms import to_record_value
 
 COMMIT_ID: Final = "lockstep.commit-id"
