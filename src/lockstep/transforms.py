@@ -272,7 +272,10 @@ def _unscaled(column: pa.Array) -> list[int | None]:
 
 
 def transform_integers(numbers: Ints, transform: Transform) -> Ints:
-    """year, month, day, hour, bucket and truncate of whole numbers, all rows at once."""
+    """year, month, day, hour, bucket and truncate of whole numbers, all rows at once.
+
+    Raises: Invalid for a number so far out that the result does not fit its type.
+    """
     import numpy as np
 
     kind = kind_of(transform.source_type)
@@ -281,7 +284,7 @@ def transform_integers(numbers: Ints, transform: Transform) -> Ints:
             numbers = np.floor_divide(numbers, 1000)
         return np.asarray((murmur3_longs(numbers) & 0x7FFFFFFF) % transform.width, dtype=np.int64)
     if transform.name == "truncate":
-        return numbers - np.mod(numbers, transform.width)
+        return _truncated(numbers, transform)
     if transform.name == "hour":
         return np.floor_divide(numbers, _UNITS_PER_DAY[kind] // 24)
     days = numbers if kind == "date" else np.floor_divide(numbers, _UNITS_PER_DAY[kind])
@@ -289,6 +292,26 @@ def transform_integers(numbers: Ints, transform: Transform) -> Ints:
         return days
     unit = "datetime64[M]" if transform.name == "month" else "datetime64[Y]"
     return days.astype("datetime64[D]").astype(unit).astype(np.int64)
+
+
+def _truncated(numbers: Ints, transform: Transform) -> Ints:
+    import numpy as np
+
+    result = numbers - np.mod(numbers, transform.width)
+    least = -(2**31) if kind_of(transform.source_type) == "int" else -(2**63)
+    # Below the least number 64 bits wrap around: readers would look for the row in another partition.
+    beyond = (result > numbers) | (result < least)
+    if beyond.any():
+        raise _without_partition(str(numbers[beyond][0]), transform)
+    return result
+
+
+def _without_partition(value: str, transform: Transform) -> Invalid:
+    return Invalid(
+        f"the value {value} has no partition under truncate[{transform.width}]: "
+        f"the result is no {transform.source_type} any more",
+        hint="nothing was published; partition the table in another way, or leave the row out",
+    )
 
 
 def murmur3_longs(numbers: Ints) -> Ints:
@@ -323,7 +346,7 @@ def _applier(transform: Transform) -> Callable[[Any], Any]:
         return lambda value: _integer(value, transform)
     if transform.name == "bucket":
         return lambda value: (murmur3_bytes(_hashed_form(value, kind)) & 0x7FFFFFFF) % transform.width
-    shorten = _truncation(kind, transform.width) if transform.name == "truncate" else _as_is
+    shorten = _truncation(transform) if transform.name == "truncate" else _as_is
     return lambda value: value_to_json(shorten(value), transform.source_type)
 
 
@@ -337,11 +360,21 @@ def _integer(value: int, transform: Transform) -> int:
     return int(transform_integers(np.array([value], dtype=np.int64), transform)[0])
 
 
-def _truncation(kind: str, width: int) -> Callable[[Any], Any]:
-    if kind == "decimal":
-        return lambda unscaled: unscaled - unscaled % width
+def _truncation(transform: Transform) -> Callable[[Any], Any]:
+    width = transform.width
+    if kind_of(transform.source_type) == "decimal":
+        return lambda unscaled: _truncated_decimal(unscaled, transform)
     # Text by code points, which is what Python's characters are; binary by bytes.
     return lambda value: value[:width]
+
+
+def _truncated_decimal(unscaled: int, transform: Transform) -> int:
+    """Raises: Invalid where the result has more digits than the type."""
+    precision, scale = _digits(transform.source_type)
+    result = unscaled - unscaled % transform.width
+    if -result >= 10**precision:
+        raise _without_partition(_decimal_text(unscaled, scale), transform)
+    return result
 
 
 def _hashed_form(value: Any, kind: str) -> bytes:
@@ -373,7 +406,7 @@ def value_to_json(value: Any, type_text: str) -> Any:
     """A value that is not NULL (numbers for temporal types, unscaled for decimals) as plain JSON."""
     kind = kind_of(type_text)
     if kind == "decimal":
-        return _decimal_text(value, _scale(type_text))
+        return _decimal_text(value, _digits(type_text)[1])
     if kind in FLOATS:
         return float_to_json(value)
     if kind == "uuid":
@@ -384,11 +417,12 @@ def value_to_json(value: Any, type_text: str) -> Any:
     return value
 
 
-def _scale(type_text: str) -> int:
+def _digits(type_text: str) -> tuple[int, int]:
+    """Precision and scale of a decimal type."""
     match = re.fullmatch(r"decimal\((\d+),\s*(\d+)\)", type_text.strip())
     if match is None:
         raise Invalid(f"{type_text} is not a decimal type of Iceberg")
-    return int(match[2])
+    return int(match[1]), int(match[2])
 
 
 def _decimal_text(unscaled: int, scale: int) -> str:
