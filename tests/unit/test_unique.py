@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import tempfile
+from base64 import b64encode
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -21,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.job import KEYS, ImportTerms, Json, SortKey
+from lockstep.job import KEYS, Fingerprint, ImportTerms, Json, SortKey, StagedFile
 from lockstep.keys import key_of
 from lockstep.passes import newest_runs, next_stage
 from lockstep.unique import Duplicate, Published, UniqueReader, code_of, judge, published
@@ -351,6 +352,22 @@ def test_bounds_of_files_compare_with_the_keys_of_rows_for_every_type(
     for at, value in enumerate((low, high)):
         bound = from_bytes(iceberg, to_bytes(iceberg, value))
         assert code_of(bound, kind) == key_of(rows, at, [SortKey("k")])[0]
+
+
+def test_a_file_with_uuids_whose_bounds_were_ordered_as_signed_numbers_is_read(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    key: Json = {"id": 1, "name": "id", "type": "uuid", "required": False}
+    head = lake.create(schema={"type": "struct", "fields": [key]})
+    # As Java merges the bounds of two row groups, of which the second has the greater half of all UUIDs.
+    low, high = UUID(int=2**127).bytes, UUID(int=2**127 - 1).bytes
+    stats = {
+        name: {"1": b64encode(b).decode()} for name, b in (("lower_bounds", low), ("upper_bounds", high))
+    }
+    lake.publish("aa", StagedFile(f"file://{tmp_path}/a.parquet", 1, 1, "", Fingerprint(1), (), stats))
+    plan = lake.plan(head, terms=ImportTerms(unique=("id",)))
+    (file,) = published(lake.table(), plan).files
+    for inside in (UUID(int=5).bytes, UUID(int=2**128 - 5).bytes):
+        assert file.meets(code_of(inside, "uuid"), code_of(inside, "uuid"))
 
 
 def test_companions_of_runs_hold_the_key_and_the_numbers_of_rows_alone(tmp_path: Path) -> None:
