@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
@@ -20,6 +20,7 @@ from lockstep.errors import (
     NoSuchJob,
 )
 from lockstep.job import (
+    CommitLease,
     Event,
     Fingerprint,
     Holding,
@@ -31,6 +32,7 @@ from lockstep.job import (
     StagedFile,
     State,
     TaskSpec,
+    Verdict,
 )
 from lockstep.runtime import rfc3339
 
@@ -50,6 +52,28 @@ class JobHead(Protocol):
     def created_at(self) -> float: ...
     @property
     def finished_at(self) -> float | None: ...
+
+
+class StageHead(JobHead, Protocol):
+    """What is known of a job and the stage that it is in."""
+
+    @property
+    def stage(self) -> str: ...
+    @property
+    def tasks_total(self) -> int: ...
+    @property
+    def tasks_done(self) -> int: ...
+
+
+class CommitHead(JobHead, Protocol):
+    """What is known of a job and who commits it."""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def commit_epoch(self) -> int: ...
+    @property
+    def commit_owner(self) -> str | None: ...
 
 
 def dumps(value: Any) -> str:
@@ -162,9 +186,32 @@ def conflict(refused: str, piece: Piece | None, holding: Holding, other: JobHead
     )
 
 
+def refuse_overlap(
+    refused: str,
+    job_id: str,
+    holding: Holding,
+    beside: Collection[str],
+    held: Iterable[tuple[JobHead, Holding | None]],
+) -> None:
+    """Raises: Conflict if a job outside `beside` holds a part of `holding`; None: it cannot be read."""
+    for other, theirs in held:
+        if other.job_id == job_id or other.job_id in beside:
+            continue
+        piece = None if theirs is None else holding.overlap(theirs)
+        # What cannot be read may hold these rows: only exactly-once is more important than going on.
+        if piece is not None or theirs is None:
+            raise conflict(refused, piece, holding, other)
+
+
 def what_is_refused(plan: Plan) -> str:
     name = plan.source + (f" partition {plan.partition}" if plan.partition is not None else "")
     return f"cannot export {name} to {plan.target}"
+
+
+def refuse_stop(event: Event) -> None:
+    """Raises: Invalid if `event` does not stop a job."""
+    if event not in (Event.KILL, Event.FAIL):
+        raise Invalid(f"a job is stopped with kill or fail; not with {event}")
 
 
 def refuse_pause(job: JobHead) -> None:
@@ -183,6 +230,24 @@ def refuse_resume(job: JobHead) -> None:
     if not State(job.state).live:
         hint = f"`lockstep retry {job.job_id}` begins again" if job.state == State.FAILED else None
         raise Invalid(f"job {job.job_id} is {job.state}: there is nothing to resume", hint=hint)
+
+
+def refuse_retry(job: JobHead) -> None:
+    """Raises: Invalid if the job cannot be retried."""
+    if job.state != State.FAILED:
+        raise Invalid(f"job {job.job_id} is {job.state}: only a failed job can be retried")
+
+
+def refuse_advance(job: StageHead, stage: str, next_stage: str) -> None:
+    """Raises: Fenced if the job cannot go on from `stage` to `next_stage`."""
+    if job.stage != stage or job.state not in (State.PENDING, State.RUNNING):
+        where = f"{job.state} in stage {job.stage}"
+        raise Fenced(f"job {job.job_id} is {where}: it cannot go on to {next_stage}")
+    if job.tasks_done != job.tasks_total:
+        raise Fenced(
+            f"job {job.job_id} has {job.tasks_total - job.tasks_done} open tasks in stage {stage}: "
+            f"it cannot go on to {next_stage}"
+        )
 
 
 def refuse_ended(job: JobHead) -> None:
@@ -206,6 +271,27 @@ def late_copy(job_id: str, index: int, rows: int) -> Fenced:
     return Fenced(
         f"task {index} of job {job_id}: a later checkpoint than this one, of {rows} rows, is recorded"
     )
+
+
+def verdict(job: JobHead) -> Verdict:
+    """What a task of a job that takes its work is told."""
+    return Verdict.PAUSE if job.state == State.PAUSED else Verdict.GO_ON
+
+
+def refuse_end(event: Event) -> None:
+    """Raises: Invalid if a commit cannot end with `event`."""
+    if event not in ENDS:
+        raise Invalid(f"a commit ends with {', '.join(sorted(ENDS))}; not with {event}")
+
+
+def refuse_lost_commit(job: CommitHead, lease: CommitLease) -> None:
+    """Raises: Fenced if the commit lease is not the newest one."""
+    if job.state != State.COMMITTING:
+        raise Fenced(f"job {job.job_id} is {job.state}: it is no longer being committed")
+    if (job.generation, job.commit_epoch) != (lease.generation, lease.epoch):
+        raise Fenced(
+            f"the commit of job {job.job_id} was taken over by {job.commit_owner or 'another worker'}"
+        )
 
 
 def how_it_ended(snapshot_id: int | None, error: ErrorInfo | None) -> str:

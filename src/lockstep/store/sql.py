@@ -21,7 +21,18 @@ from lockstep.job import (
     commit_id,
 )
 from lockstep.runtime import SYSTEM_CLOCK, Clock
-from lockstep.store.rules import Frozen, conflict, counted
+from lockstep.store.rules import (
+    SHOWN,
+    Frozen,
+    counted,
+    refuse_overlap,
+    refuse_pause,
+    refuse_resume,
+    refuse_retry,
+    refuse_stop,
+    the_one,
+    what_is_refused,
+)
 from lockstep.store.sql_claim import ClaimVerb
 from lockstep.store.sql_commit import CommitVerbs
 from lockstep.store.sql_database import insert_if_absent, open_database, verb
@@ -30,7 +41,6 @@ from lockstep.store.sql_schema import OF_A_JOB, history, jobs, plans, scopes, ta
 from lockstep.store.sql_tasks import TaskVerbs
 
 _FIRST_GENERATION: Final = 1
-_SHOWN: Final = 10
 
 
 class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
@@ -74,14 +84,10 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
         return True
 
     def _create(self, conn: Connection, new: NewJob) -> None:
-        plan = new.plan
-        name = plan.source + (f" partition {plan.partition}" if plan.partition is not None else "")
-        self._refuse_overlap(
-            conn, f"cannot export {name} to {plan.target}", new.job_id, new.holding, new.beside
-        )
+        self._refuse_overlap(conn, what_is_refused(new.plan), new.job_id, new.holding, new.beside)
         now = self._db.now(conn)
         conn.execute(insert(jobs), _first_row(new, now))
-        frozen = frozen_columns(Frozen(plan, new.holding, new.beside))
+        frozen = frozen_columns(Frozen(new.plan, new.holding, new.beside))
         conn.execute(insert(plans), {"job_id": new.job_id, **frozen})
         job = self._row(conn, new.job_id)
         self._add_tasks(conn, new.job_id, job.stage, new.tasks)
@@ -97,14 +103,8 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
         self, conn: Connection, refused: str, job_id: str, holding: Holding, beside: Collection[str]
     ) -> None:
         """Raises: Conflict if a job outside `beside` holds a part of `holding`."""
-        for other in conn.execute(_holders(holding.scope)).all():
-            if other.job_id == job_id or other.job_id in beside:
-                continue
-            theirs = _holding_of(other)
-            piece = None if theirs is None else holding.overlap(theirs)
-            # What cannot be read may hold these rows: only exactly-once is more important than going on.
-            if piece is not None or theirs is None:
-                raise conflict(refused, piece, holding, other)
+        found = conn.execute(_holders(holding.scope)).all()
+        refuse_overlap(refused, job_id, holding, beside, ((other, _holding_of(other)) for other in found))
 
     # Reading
 
@@ -117,18 +117,9 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
     def find(self, prefix: str) -> Job:
         with self._db.read() as conn:
             begins = func.substr(jobs.c.job_id, 1, len(prefix)) == prefix
-            query = select(jobs.c.job_id).where(begins).order_by(jobs.c.job_id).limit(_SHOWN + 1)
+            query = select(jobs.c.job_id).where(begins).order_by(jobs.c.job_id).limit(SHOWN + 1)
             found = list(conn.execute(query).scalars()) if prefix else []
-            if not found:
-                raise NoSuchJob(
-                    f'no job has an id that begins with "{prefix}"', hint="`lockstep jobs` lists them"
-                )
-            if len(found) > 1 and prefix not in found:
-                listed = ", ".join(found[:_SHOWN]) + (", …" if len(found) > _SHOWN else "")
-                raise Invalid(
-                    f'several jobs have an id that begins with "{prefix}": {listed}', hint="add more letters"
-                )
-            return self._job(conn, prefix if prefix in found else found[0])
+            return self._job(conn, the_one(prefix, found))
 
     @verb
     def holders(self, scope: str) -> list[Job]:
@@ -163,8 +154,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
     @verb
     def stop(self, job_id: str, event: Event, error: ErrorInfo | None = None) -> Job:
         """As the protocol says. A job whose plan cannot be read is stopped too, before that is raised."""
-        if event not in (Event.KILL, Event.FAIL):
-            raise Invalid(f"a job is stopped with kill or fail; not with {event}")
+        refuse_stop(event)
         with self._db.write() as conn:
             job = self._lock(conn, job_id)
             if job.state == State.COMMITTING:
@@ -181,13 +171,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
     def pause(self, job_id: str) -> Job:
         with self._db.write() as conn:
             job = self._lock(conn, job_id)
-            if job.state == State.COMMITTING:
-                raise Invalid(
-                    f"job {job_id} is committing and cannot be paused",
-                    hint=f"`lockstep kill {job_id}` can stop it",
-                )
-            if not State(job.state).live:
-                raise Invalid(f"job {job_id} is {job.state}: there is nothing to pause")
+            refuse_pause(job)
             if job.state != State.PAUSED:
                 self._move(conn, job, Event.PAUSE)
             return self._job(conn, job_id)
@@ -196,9 +180,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
     def resume(self, job_id: str) -> Job:
         with self._db.write() as conn:
             job = self._lock(conn, job_id)
-            if not State(job.state).live:
-                hint = f"`lockstep retry {job_id}` begins again" if job.state == State.FAILED else None
-                raise Invalid(f"job {job_id} is {job.state}: there is nothing to resume", hint=hint)
+            refuse_resume(job)
             if job.state == State.PAUSED:
                 self._commit_if_done(conn, self._move(conn, job, Event.RESUME))
             return self._job(conn, job_id)
@@ -210,8 +192,7 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
             job = self._lock(conn, job_id)
             if State(job.state).live and job.generation > _FIRST_GENERATION:
                 return self._job(conn, job_id)
-            if job.state != State.FAILED:
-                raise Invalid(f"job {job_id} is {job.state}: only a failed job can be retried")
+            refuse_retry(job)
             frozen = self._frozen_of(conn, job_id)
             self._lock_scope(conn, job.scope)
             self._refuse_overlap(conn, f"cannot retry job {job_id}", job_id, frozen.holding, frozen.beside)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Double, Row, bindparam, select
 
-from lockstep.errors import Corrupt, ErrorInfo, LockstepError, Retryable
+from lockstep.errors import LockstepError, Retryable
 from lockstep.job import Event, Job, Lease, State, Task, TaskState
 from lockstep.store import Claim
-from lockstep.store.rules import Frozen
+from lockstep.store.rules import Frozen, missing_tasks
 from lockstep.store.sql_database import Offer, verb
 from lockstep.store.sql_offers import GHOSTS, candidates, in_turns
 from lockstep.store.sql_records import IS_LEASED, Records
@@ -215,12 +215,7 @@ class ClaimVerb(Records):
             # Looked at again under the lock: its tasks may have moved on before it.
             if job is None or conn.execute(GHOSTS.where(jobs.c.job_id == job_id)).first() is None:
                 continue
-            error = ErrorInfo(
-                Corrupt.__name__,
-                f"{job.tasks_done} of {job.tasks_total} tasks of stage {job.stage} are done, "
-                "and the records of the others are missing from the store",
-                "nothing was published; export it again",
-            )
+            error = missing_tasks(job.stage, job.tasks_done, job.tasks_total)
             self._move(conn, job, Event.FAIL, detail=error.message, error=error_text(error))
 
 

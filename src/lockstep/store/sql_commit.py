@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, select, true
 
-from lockstep.errors import ErrorInfo, Fenced, Invalid, LockstepError, NoSuchJob
+from lockstep.errors import ErrorInfo, Fenced, LockstepError, NoSuchJob
 from lockstep.job import PLAN_FORMAT, CommitLease, Event, Job, State, after
 from lockstep.store import CommitClaim
-from lockstep.store.rules import ENDS, how_it_ended
+from lockstep.store.rules import how_it_ended, refuse_end, refuse_lost_commit
 from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import IS_COMMITTING, Records
 from lockstep.store.sql_rows import JobRow, error_text
@@ -95,8 +95,7 @@ class CommitVerbs(Records):
         snapshot_id: int | None = None,
         error: ErrorInfo | None = None,
     ) -> Job:
-        if event not in ENDS:
-            raise Invalid(f"a commit ends with {', '.join(sorted(ENDS))}; not with {event}")
+        refuse_end(event)
         with self._db.write() as conn:
             job = self._lock(conn, lease.job_id)
             current = (job.generation, job.commit_epoch) == (lease.generation, lease.epoch)
@@ -120,12 +119,7 @@ class CommitVerbs(Records):
     def _committing(self, conn: Connection, lease: CommitLease) -> JobRow:
         """The locked job of the newest commit lease. Raises: Fenced if it is not."""
         job = self._lock(conn, lease.job_id)
-        if job.state != State.COMMITTING:
-            raise Fenced(f"job {job.job_id} is {job.state}: it is no longer being committed")
-        if (job.generation, job.commit_epoch) != (lease.generation, lease.epoch):
-            raise Fenced(
-                f"the commit of job {job.job_id} was taken over by {job.commit_owner or 'another worker'}"
-            )
+        refuse_lost_commit(job, lease)
         return job
 
     def _supersede(self, conn: Connection, job_id: str) -> None:

@@ -17,6 +17,17 @@ from lockstep.store.rules import Frozen, damaged_plan, dumps, holding_from_json
 class JobRow(SimpleNamespace):
     """A job's row as it was read or last written in this transaction."""
 
+    job_id: str
+    state: str
+    generation: int
+    stage: str
+    tasks_total: int
+    tasks_done: int
+    created_at: float
+    finished_at: float | None
+    commit_epoch: int
+    commit_owner: str | None
+
     def changed(self, changes: Mapping[str, Any]) -> JobRow:
         return JobRow(**{**vars(self), **changes})
 
@@ -59,7 +70,7 @@ def as_task(row: Row[Any]) -> Task:
 
 
 def as_job(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying: int, now: float) -> Job:
-    committing = row.state == State.COMMITTING and row.commit_owner is not None and row.commit_free_at > now
+    committer = row.commit_owner if row.state == State.COMMITTING and row.commit_free_at > now else None
     return Job(
         job_id=row.job_id,
         request_id=row.request_id,
@@ -81,7 +92,7 @@ def as_job(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying: 
         started_at=row.started_at,
         finished_at=row.finished_at,
         snapshot_id=row.snapshot_id,
-        workers=tuple(sorted(workers | ({row.commit_owner} if committing else set()))),
+        workers=tuple(sorted(workers | ({committer} if committer is not None else set()))),
         kill_requested=bool(row.kill_requested),
         released=bool(row.released),
         commit_started_at=row.commit_started_at,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, tuple_, update
 
-from lockstep.errors import Corrupt, ErrorInfo, Fenced, Retryable
+from lockstep.errors import ErrorInfo, Fenced, Retryable
 from lockstep.job import (
     Event,
     Job,
@@ -23,7 +23,18 @@ from lockstep.job import (
     Verdict,
 )
 from lockstep.store import Begun
-from lockstep.store.rules import Batch, counted, dumps, lost_lease, unpacked
+from lockstep.store.rules import (
+    Batch,
+    counted,
+    dumps,
+    late_copy,
+    lost_lease,
+    refuse_advance,
+    refuse_ended,
+    short_manifest,
+    unpacked,
+    verdict,
+)
 from lockstep.store.sql_database import verb
 from lockstep.store.sql_records import IS_COMMITTING, IS_LEASED, TASK, Records
 from lockstep.store.sql_rows import JobRow, as_fingerprint, error_text, lost_progress, saved
@@ -70,7 +81,7 @@ class TaskVerbs(Records):
     def begin(self, lease: Lease, lease_s: float) -> Begun:
         def decide(conn: Connection) -> Begun:
             job, found = self._job_and_task(conn, lease)
-            _refuse_ended(job)
+            refuse_ended(job)
             now = self._db.now(conn)
             if job.state not in (State.PENDING, State.RUNNING):
                 raise Fenced(f"job {job.job_id} is {job.state}: no attempt may begin")
@@ -111,7 +122,7 @@ class TaskVerbs(Records):
 
         def decide(conn: Connection) -> Verdict:
             job, found = self._job_and_task(conn, lease)
-            _refuse_ended(job)
+            refuse_ended(job)
             now = self._db.now(conn)
             task = _held(found, lease)
             if job.state != State.PAUSED:
@@ -119,7 +130,7 @@ class TaskVerbs(Records):
             changes, counters = self._store(conn, job, task, batch, progress)
             self._set_task(conn, task, free_at=now + lease_s, **changes)
             self._swap(conn, job, counters)
-            return _verdict(job)
+            return verdict(job)
 
         return self._db.decided(decide)
 
@@ -133,7 +144,7 @@ class TaskVerbs(Records):
             job, found = self._job_and_task(conn, lease)
             if _finished_so(found, lease, batch):
                 return
-            _refuse_ended(job)
+            refuse_ended(job)
             task = _held(found, lease)
             changes, counters = self._store(conn, job, task, batch, progress)
             ended = {"state": TaskState.DONE.value, "free_at": None, "owner": None, "error": None}
@@ -152,7 +163,7 @@ class TaskVerbs(Records):
             now = self._db.now(conn)
             if _failed_so(found, lease, error):
                 return
-            _refuse_ended(job)
+            refuse_ended(job)
             task = _held(found, lease)
             job = self._add(conn, job, **lost_progress([task]))
             state = TaskState.FAILED if retry_in_s is None else TaskState.WAITING
@@ -224,7 +235,7 @@ class TaskVerbs(Records):
             self._set_task(conn, task, free_at=until, rows_done=rows_done, bytes_done=bytes_done)
             rows += rows_done - task.rows_done
             size_bytes += bytes_done - task.bytes_done
-            verdicts[lease] = _verdict(job)
+            verdicts[lease] = verdict(job)
         if verdicts:
             self._swap(conn, job, {"rows_done": rows, "bytes_done": size_bytes})
         return verdicts
@@ -252,14 +263,7 @@ class TaskVerbs(Records):
             job = self._lock(conn, job_id)
             if job.stage == next_stage:
                 return self._job(conn, job_id)
-            if job.stage != stage or job.state not in (State.PENDING, State.RUNNING):
-                where = f"{job.state} in stage {job.stage}"
-                raise Fenced(f"job {job_id} is {where}: it cannot go on to {next_stage}")
-            if job.tasks_done != job.tasks_total:
-                raise Fenced(
-                    f"job {job_id} has {job.tasks_total - job.tasks_done} open tasks in stage {stage}: "
-                    f"it cannot go on to {next_stage}"
-                )
+            refuse_advance(job, stage, next_stage)
             job = self._run(conn, job, None)
             self._add_tasks(conn, job_id, next_stage, tasks)
             fresh = {"tasks_done": 0, "rows_done": 0, "bytes_done": 0, "files": 0, "fingerprint": None}
@@ -294,10 +298,7 @@ class TaskVerbs(Records):
             if task.saved_digest == batch.digest:
                 return {}, {}
             if progress.rows < task.saved_rows or progress.size_bytes < task.saved_bytes:
-                raise Fenced(
-                    f"task {task.idx} of job {task.job_id}: a later checkpoint than this one, "
-                    f"of {progress.rows} rows, is recorded"
-                )
+                raise late_copy(task.job_id, task.idx, progress.rows)
         keys = {"job_id": task.job_id, "stage": task.stage, "idx": task.idx}
         for seq, packed in enumerate(batch.packed, task.chunks):
             refused = Retryable(f"the manifest of job {task.job_id} could not be written")
@@ -362,11 +363,7 @@ class TaskVerbs(Records):
                 break
             place = (page[-1].idx, page[-1].seq)
         if seen < expected:
-            raise Corrupt(
-                f"the manifest of job {job_id}, stage {stage}, lists {seen} files; "
-                f"{expected} were checkpointed",
-                hint="records of the store were deleted: kill the job and export again",
-            )
+            raise short_manifest(job_id, stage, seen, expected)
 
     @verb
     def _files_of_stage(self, job_id: str, stage: str) -> int:
@@ -382,15 +379,6 @@ class TaskVerbs(Records):
         about = {"job_id": job_id, "stage": stage, "idx": place[0], "seq": place[1]}
         with self._db.read() as conn:
             return conn.execute(_CHUNKS_AFTER, about).all()
-
-
-def _refuse_ended(job: JobRow) -> None:
-    if not State(job.state).live:
-        raise Fenced(f"job {job.job_id} is {job.state}: nothing more is taken")
-
-
-def _verdict(job: JobRow) -> Verdict:
-    return Verdict.PAUSE if job.state == State.PAUSED else Verdict.GO_ON
 
 
 def _held(task: Row[Any] | None, lease: Lease) -> Row[Any]:

@@ -11,10 +11,12 @@ from lockstep.job import Event, HistoryEntry, Holding, Job, NewJob, State, Task,
 from lockstep.runtime import SYSTEM_CLOCK, Clock, new_id
 from lockstep.store.rules import (
     Frozen,
-    conflict,
     counted,
+    refuse_overlap,
     refuse_pause,
     refuse_resume,
+    refuse_retry,
+    refuse_stop,
     the_one,
     what_is_refused,
 )
@@ -169,26 +171,9 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
             held[scope] = [(record, self._holding_of(record)) for record in self._holders_in(scope, node)]
         for new in jobs:
             scope = new.holding.scope
-            self._refuse_overlap(what_is_refused(new.plan), new.job_id, new.holding, new.beside, held[scope])
+            refuse_overlap(what_is_refused(new.plan), new.job_id, new.holding, new.beside, held[scope])
             held[scope].append((self._first_record(new), new.holding))
         return nodes
-
-    def _refuse_overlap(
-        self,
-        refused: str,
-        job_id: str,
-        holding: Holding,
-        beside: Collection[str],
-        held: Sequence[tuple[Record, Holding | None]],
-    ) -> None:
-        """Raises: Conflict if a job outside `beside` holds a part of `holding`."""
-        for other, theirs in held:
-            if other.job_id == job_id or other.job_id in beside:
-                continue
-            piece = None if theirs is None else holding.overlap(theirs)
-            # What cannot be read may hold these rows: only exactly-once is more important than going on.
-            if piece is not None or theirs is None:
-                raise conflict(refused, piece, holding, other)
 
     def _holding_of(self, record: Record) -> Holding | None:
         try:
@@ -287,8 +272,7 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
 
     def stop(self, job_id: str, event: Event, error: ErrorInfo | None = None) -> Job:
         """As the protocol says. A job whose plan cannot be read is stopped too, before that is raised."""
-        if event not in (Event.KILL, Event.FAIL):
-            raise Invalid(f"a job is stopped with kill or fail; not with {event}")
+        refuse_stop(event)
 
         def decide(edit: Edit) -> None:
             record = edit.record
@@ -327,12 +311,11 @@ class ZooKeeperStore(ClaimVerb, TaskVerbs, CommitVerbs, ExpireVerb):
             record = edit.record
             if record.live and record.generation > 1:
                 return
-            if record.state != State.FAILED:
-                raise Invalid(f"job {job_id} is {record.state}: only a failed job can be retried")
+            refuse_retry(record)
             frozen = self._frozen_of(record)
             edit.scopes[record.scope], holders = self._holders(record.scope)
             held = [(other, self._holding_of(other)) for other in holders]
-            self._refuse_overlap(f"cannot retry job {job_id}", job_id, frozen.holding, frozen.beside, held)
+            refuse_overlap(f"cannot retry job {job_id}", job_id, frozen.holding, frozen.beside, held)
             edit.begin_anew()
             edit.commit_if_done()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lockstep.errors import ErrorInfo, Fenced, Invalid, LockstepError, NoSuchJob
+from lockstep.errors import ErrorInfo, Fenced, LockstepError, NoSuchJob
 from lockstep.job import PLAN_FORMAT, CommitLease, Event, Job, State, after
 from lockstep.store import CommitClaim
-from lockstep.store.rules import ENDS, how_it_ended
+from lockstep.store.rules import how_it_ended, refuse_end, refuse_lost_commit
 from lockstep.store.zookeeper_edit import Edit
 from lockstep.store.zookeeper_layout import Record, error_json, id_listed
 from lockstep.store.zookeeper_records import Records
@@ -63,7 +63,7 @@ class CommitVerbs(Records):
         self, lease: CommitLease, lease_s: float, *, attempted: bool = False, error: ErrorInfo | None = None
     ) -> Job:
         def decide(edit: Edit) -> None:
-            _refuse_lost(edit.record, lease)
+            refuse_lost_commit(edit.record, lease)
             edit.change(commit_free_at=edit.now + lease_s)
             edit.add(commit_attempts=int(attempted))
             if error is not None:
@@ -74,7 +74,7 @@ class CommitVerbs(Records):
 
     def yield_commit(self, lease: CommitLease, retry_in_s: float) -> None:
         def decide(edit: Edit) -> None:
-            _refuse_lost(edit.record, lease)
+            refuse_lost_commit(edit.record, lease)
             if edit.record.commit_owner is not None:
                 edit.change(commit_owner=None, commit_free_at=edit.now + retry_in_s)
 
@@ -91,15 +91,14 @@ class CommitVerbs(Records):
         snapshot_id: int | None = None,
         error: ErrorInfo | None = None,
     ) -> Job:
-        if event not in ENDS:
-            raise Invalid(f"a commit ends with {', '.join(sorted(ENDS))}; not with {event}")
+        refuse_end(event)
 
         def decide(edit: Edit) -> None:
             record = edit.record
             current = (record.generation, record.commit_epoch) == (lease.generation, lease.epoch)
             if current and record.state == after(State.COMMITTING, event):
                 return
-            _refuse_lost(record, lease)
+            refuse_lost_commit(record, lease)
             edit.move(
                 event,
                 detail=how_it_ended(snapshot_id, error),
@@ -125,13 +124,3 @@ class CommitVerbs(Records):
                 other.change(holds=False)
                 other.note("superseded", f"replaced by job {edit.record.job_id}")
                 edit.others.append(other)
-
-
-def _refuse_lost(record: Record, lease: CommitLease) -> None:
-    """Raises: Fenced if the commit lease is not the newest one."""
-    if record.state != State.COMMITTING:
-        raise Fenced(f"job {record.job_id} is {record.state}: it is no longer being committed")
-    if (record.generation, record.commit_epoch) != (lease.generation, lease.epoch):
-        raise Fenced(
-            f"the commit of job {record.job_id} was taken over by {record.commit_owner or 'another worker'}"
-        )

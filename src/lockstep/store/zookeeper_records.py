@@ -440,8 +440,8 @@ def _thawed(job_id: str, blob: bytes | None) -> Frozen | LockstepError:
 
 
 def _as_job(record: Record, frozen: Frozen, workers: set[str], now: float) -> Job:
-    committer = record.commit_owner
     committing = record.state == State.COMMITTING and record.commit_free_at > now
+    committer = record.commit_owner if committing else None
     return Job(
         job_id=record.job_id,
         request_id=record.request_id,
@@ -463,7 +463,7 @@ def _as_job(record: Record, frozen: Frozen, workers: set[str], now: float) -> Jo
         started_at=record.started_at,
         finished_at=record.finished_at,
         snapshot_id=record.snapshot_id,
-        workers=tuple(sorted(workers | ({committer} if committing and committer is not None else set()))),
+        workers=tuple(sorted(workers | ({committer} if committer is not None else set()))),
         kill_requested=record.kill_requested,
         released=record.released,
         commit_started_at=record.commit_started_at,

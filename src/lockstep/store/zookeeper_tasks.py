@@ -27,9 +27,11 @@ from lockstep.store.rules import (
     counted,
     late_copy,
     lost_lease,
+    refuse_advance,
     refuse_ended,
     short_manifest,
     unpacked,
+    verdict,
 )
 from lockstep.store.zookeeper_edit import Edit, Ghost, Seen
 from lockstep.store.zookeeper_layout import (
@@ -103,7 +105,7 @@ class TaskVerbs(Records):
                 edit.run(lease.worker)
             saved = manifest.store(edit, entry, progress)
             edit.put(lease.index, replace(saved, free_at=edit.now + lease_s))
-            return _verdict(edit.record)
+            return verdict(edit.record)
 
         return self._write_task(lease, decide)
 
@@ -190,7 +192,7 @@ class TaskVerbs(Records):
                     replace(entry, free_at=edit.now + lease_s, ahead_rows=rows, ahead_bytes=size_bytes),
                 )
                 edit.add(ahead_rows=rows - entry.ahead_rows, ahead_bytes=size_bytes - entry.ahead_bytes)
-                verdicts[lease] = _verdict(edit.record)
+                verdicts[lease] = verdict(edit.record)
             # One that seems lost in what was seen last may be held by now: look again.
             if edit.cached and len(verdicts) < len(held):
                 raise Fenced(f"leases of job {job_id} are lost")
@@ -219,7 +221,7 @@ class TaskVerbs(Records):
             record = edit.record
             if record.stage == next_stage:
                 return
-            _refuse_advance(record, stage, next_stage)
+            refuse_advance(record, stage, next_stage)
             if not place:
                 fresh, nodes = self._stage_nodes(record.body, next_stage, tasks)
                 self._write_ahead(nodes)
@@ -490,18 +492,3 @@ def _abandon(edit: Edit, worker: str) -> None:
         for index, entry in leased:
             if entry.state is TaskState.LEASED and entry.owner == worker and entry.free_at > edit.now:
                 edit.put(index, replace(entry, free_at=LONG_AGO))
-
-
-def _refuse_advance(record: Record, stage: str, next_stage: str) -> None:
-    if record.stage != stage or record.state not in (State.PENDING, State.RUNNING):
-        where = f"{record.state} in stage {record.stage}"
-        raise Fenced(f"job {record.job_id} is {where}: it cannot go on to {next_stage}")
-    if record.tasks_done != record.tasks_total:
-        raise Fenced(
-            f"job {record.job_id} has {record.tasks_total - record.tasks_done} open tasks in stage {stage}: "
-            f"it cannot go on to {next_stage}"
-        )
-
-
-def _verdict(record: Record) -> Verdict:
-    return Verdict.PAUSE if record.state == State.PAUSED else Verdict.GO_ON
