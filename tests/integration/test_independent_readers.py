@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from lockstep.errors import CommitUnknown, Invalid
-from lockstep.job import StagedFile, commit_id, snapshot_id_of
+from lockstep.job import Json, StagedFile, commit_id, snapshot_id_of
 from lockstep.runtime import SYSTEM_CLOCK
 from lockstep.target import Outcome
 from tests import readers
-from tests.iceberg_tables import BY_REGION, Lake
+from tests.iceberg_tables import BY_REGION, SCHEMA, Lake, by_identity
 
 pytestmark = pytest.mark.servers
 
@@ -109,6 +110,19 @@ def test_spark_prunes_by_our_statistics_without_losing_a_row(lake) -> None:
     for condition, expected in where.items():
         found = lake.spark(f"SELECT id FROM lake.db.events WHERE {condition} ORDER BY id")
         assert [row["id"] for row in found] == expected, condition
+
+
+def test_spark_finds_rows_by_a_uuid_that_the_table_is_partitioned_by(lake) -> None:
+    key: Json = {"id": 2, "name": "key", "type": "uuid", "required": False}
+    lake.create(by_identity(2, "key"), schema={"type": "struct", "fields": [SCHEMA["fields"][0], key]})
+    uuids = [UUID(int=0), UUID(int=2**127 - 1), UUID(int=2**127), UUID(int=2**128 - 1)]
+    files = [lake.stage([n], [str(uuid)], key=[uuid.bytes]) for n, uuid in enumerate(uuids)]
+    for file in files:  # as our own sink leaves them out
+        file.stats.update(lower_bounds={}, upper_bounds={})
+    lake.publish("ours", *files)
+    for n in (1, 2):
+        found = lake.spark(f"SELECT id FROM lake.db.events WHERE key = '{uuids[n]}'")
+        assert [row["id"] for row in found] == [n]
 
 
 def test_spark_reads_and_writes_a_fenced_table_as_before(lake) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Final
 from uuid import UUID
 
 from pyiceberg.manifest import (
+    DEFAULT_READ_VERSION,
+    MANIFEST_LIST_FILE_SCHEMAS,
     DataFile,
     DataFileContent,
     FileFormat,
@@ -46,7 +48,9 @@ from pyiceberg.table.update import (
     TableRequirement,
     TableUpdate,
 )
+from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Record
+from pyiceberg.types import UUIDType
 
 from lockstep.errors import Corrupt
 from lockstep.job import Json, StagedFile, snapshot_id_of
@@ -66,6 +70,9 @@ LEDGER_LIMIT: Final = 1000
 FENCE_STRIDE: Final = 1000
 
 MANIFEST_BYTES: Final = 8 * 1024 * 1024
+_SUMMARIES: Final = [field.name for field in MANIFEST_LIST_FILE_SCHEMAS[DEFAULT_READ_VERSION].fields].index(
+    "partitions"
+)
 
 
 @dataclass(frozen=True)
@@ -200,8 +207,18 @@ class SnapshotBuilder:
                         first = entry
                         break
                     writer.add_entry(entry)
-            written.append(writer.to_manifest_file())
+            written.append(self._summarised(writer.to_manifest_file(), spec))
         return written
+
+    def _summarised(self, manifest: ManifestFile, spec: PartitionSpec) -> ManifestFile:
+        """Without the range of partition values if UUIDs are among them: readers disagree on their order, and
+        one that reads the range in another order passes the whole manifest over."""
+        schema = self.metadata.schema()
+        for one in spec.fields:
+            by_value = isinstance(one.transform, IdentityTransform) and one.source_id in schema.field_ids
+            if by_value and isinstance(schema.find_type(one.source_id), UUIDType):
+                manifest[_SUMMARIES] = None
+        return manifest
 
     def parent_manifests(self) -> list[ManifestFile]:
         """The parent's manifests that hold live files."""
