@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -7,17 +8,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
 
 from lockstep.runtime import new_id
 from lockstep.source.chdb_launch import IDLE_VARIABLE
-from lockstep.store import open_store, sql_schema
+from lockstep.store import JobStore, open_store, sql_schema
 from tests import object_servers, readers, servers
 from tests.lab import Lab, chdb_pid
-from tests.store_lab import DatabaseClock, Stores
+from tests.store_lab import DatabaseClock, MovedClock, Stores, check_always_true
 from tests.zookeeper_server import ZooKeeperServer
 from tests.zygote import Zygote
 
@@ -212,18 +213,31 @@ def zygote(chdb_folder: Path) -> Iterator[Zygote]:
 
 
 @pytest.fixture(params=STORE_KINDS)
-def lab_on_each_store(
+def make_lab(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     chdb_folder: Path,
     zygote: Zygote,
     empty_stores: Callable[[str, str], str | None],
-) -> Iterator[Lab]:
+) -> Iterator[Callable[..., Lab]]:
+    """Makes a lab on an empty store, once of each kind, with what its caller wants otherwise: another source,
+    limits, settings of Spark. A test that asks for it carries `@pytest.mark.servers`.
+    """
+    with contextlib.ExitStack() as labs:
+
+        def make(source: Path = chdb_folder, **options: Any) -> Lab:
+            url = empty_stores(request.param, f"lab_{new_id()}")
+            lab = Lab(tmp_path, source, url, zygote=zygote, **options)
+            labs.callback(lab.close)
+            return lab
+
+        yield make
+
+
+@pytest.fixture
+def lab_on_each_store(make_lab: Callable[..., Lab]) -> Lab:
     """As `lab`, once on each kind of store. A test that asks for it carries `@pytest.mark.servers`."""
-    url = empty_stores(request.param, f"{tmp_path.name}_{new_id()}")
-    lab = Lab(tmp_path, chdb_folder, url, zygote=zygote)
-    yield lab
-    lab.close()
+    return make_lab()
 
 
 def _sqlite(request: pytest.FixtureRequest) -> Stores:
@@ -260,6 +274,20 @@ def store_factory(request: pytest.FixtureRequest) -> Stores:
     """Opens clients of one empty store; each kind of store is one more parameter."""
     make: Callable[[pytest.FixtureRequest], Stores] = request.param
     return make(request)
+
+
+@pytest.fixture
+def store(store_factory: Stores) -> Iterator[JobStore]:
+    """A client of an empty store of each kind; what is always true of one is checked at the end."""
+    opened = store_factory()
+    yield opened
+    check_always_true(opened)
+    opened.close()
+
+
+@pytest.fixture
+def clock(store_factory: Stores) -> MovedClock:
+    return store_factory.clock
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

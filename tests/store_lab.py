@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.errors import Conflict, ErrorInfo, Fenced, Invalid
 from lockstep.job import (
     Event,
     Fingerprint,
@@ -26,6 +28,7 @@ from lockstep.runtime import Clock
 from lockstep.store import Begun, CommitClaim, JobStore
 
 LEASE_S = 30.0
+REFUSED = ErrorInfo("Retryable", "storage is away", "wait")
 
 
 class MovedClock:
@@ -209,3 +212,35 @@ def _check_counters(store: JobStore, job: Job) -> None:
     if job.state in (State.COMPLETED, State.FAILED, State.KILLED):
         assert job.finished_at is not None
         assert not any(task.owner for task in tasks)
+
+
+def ids(found: list[Any]) -> list[str]:
+    return [job.job_id for job in found]
+
+
+def at_once(count: int, action: Callable[[int], Any]) -> list[Any]:
+    """Run `action(0..count-1)` in threads that start together; answers are results or refusals.
+
+    Raises: what else one of them raised.
+    """
+    barrier = threading.Barrier(count)
+    answers: list[Any] = [None] * count
+    faults: list[Exception] = []
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            answers[number] = action(number)
+        except (Conflict, Fenced, Invalid) as error:
+            answers[number] = error
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for fault in faults:
+        raise fault
+    return answers

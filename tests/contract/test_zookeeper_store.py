@@ -36,6 +36,7 @@ from tests.store_lab import (
     MovedClock,
     begin_task,
     check_always_true,
+    ids,
     job_in,
     moves,
     new_job,
@@ -119,10 +120,6 @@ def hand(store: ZooKeeperStore, zookeeper: ZooKeeperServer, tmp_path: Path) -> I
     yield found
     found.client.stop()
     found.client.close()
-
-
-def ids(found: list) -> list[str]:
-    return [job.job_id for job in found]
 
 
 # Opening

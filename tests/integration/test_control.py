@@ -15,9 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.job import State
-from lockstep.runtime import new_id
 from tests import players
-from tests.conftest import STORE_KINDS
 from tests.kills import PROMISED_S, kill_in_time
 from tests.lab import Lab
 from tests.players import Troupe
@@ -67,17 +65,9 @@ class Stage:
         return any(task.attempts for task in self.lab.store().tasks(job_id))
 
 
-@pytest.fixture(params=STORE_KINDS)
-def stage(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    stoppable_chdb: Path,
-    zygote: Zygote,
-    empty_stores: Callable[[str, str], str | None],
-) -> Iterator[Stage]:
-    lab = Lab(tmp_path, stoppable_chdb, empty_stores(request.param, f"control_{new_id()}"))
-    yield Stage(lab, Troupe(zygote, tmp_path))
-    lab.close()
+@pytest.fixture
+def stage(make_lab: Callable[..., Lab], tmp_path: Path, stoppable_chdb: Path, zygote: Zygote) -> Stage:
+    return Stage(make_lab(stoppable_chdb), Troupe(zygote, tmp_path))
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["pending", "paused"])
@@ -93,7 +83,7 @@ def test_a_job_that_waits_is_killed_and_never_runs(stage: Stage, paused: bool) -
     assert stage.lab.lineage() == []
 
 
-@pytest.mark.parametrize("stage", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("make_lab", ["postgresql"], indirect=True)
 def test_a_kill_ends_a_job_whose_source_hangs_and_its_worker_is_not_held_up(stage: Stage) -> None:
     lab = stage.lab
     job_id = stage.ask()
@@ -144,7 +134,7 @@ def test_a_kill_ends_a_job_whose_committer_sleeps(stage: Stage) -> None:
     assert lab.lineage() == []
 
 
-@pytest.mark.parametrize("stage", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("make_lab", ["sqlite"], indirect=True)
 def test_a_request_that_waits_for_a_silent_catalog_is_given_up_at_once_and_leaves_nothing(
     stage: Stage,
 ) -> None:

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.job import State
-from lockstep.runtime import new_id
 from lockstep.sweep import sweep
 from tests import players
-from tests.conftest import STORE_KINDS
 from tests.crash.drills import data_files
 from tests.crash.families import IMPORT, assert_imported, prepare_import, request_import
 from tests.lab import Lab
@@ -77,18 +75,9 @@ class Stage:
         return {file.path for file in self.lab.store().manifest(job_id, stage)}
 
 
-@pytest.fixture(params=STORE_KINDS)
-def stage(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    chdb_folder: Path,
-    zygote: Zygote,
-    empty_stores: Callable[[str, str], str | None],
-) -> Iterator[Stage]:
-    url = empty_stores(request.param, f"import_control_{new_id()}")
-    lab = Lab(tmp_path, chdb_folder, url, limits={**IMPORT.limits, "lease_s": 30})
-    yield Stage(lab, Troupe(zygote, tmp_path))
-    lab.close()
+@pytest.fixture
+def stage(make_lab: Callable[..., Lab], tmp_path: Path, zygote: Zygote) -> Stage:
+    return Stage(make_lab(limits={**IMPORT.limits, "lease_s": 30}), Troupe(zygote, tmp_path))
 
 
 def test_imports_that_are_killed_in_any_stage_leave_exactly_the_published_files_after_a_sweep(

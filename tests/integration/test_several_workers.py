@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.job import Job, State
-from lockstep.runtime import new_id
 from tests import players
-from tests.conftest import STORE_KINDS
 from tests.lab import Lab
 from tests.players import Troupe
 from tests.zygote import Zygote
@@ -27,19 +25,10 @@ ON_SPARK = "postgresql"
 """The store whose workers are `lockstep worker` on Spark; with the others forked processes take its place."""
 
 
-@pytest.fixture(params=STORE_KINDS)
-def narrow_lab(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    stoppable_chdb: Path,
-    zygote: Zygote,
-    empty_stores: Callable[[str, str], str | None],
-) -> Iterator[Lab]:
+@pytest.fixture
+def narrow_lab(make_lab: Callable[..., Lab], stoppable_chdb: Path) -> Lab:
     """On each kind of store: workers that have one core each, and a source that can be stopped."""
-    url = empty_stores(request.param, f"workers_{new_id()}")
-    lab = Lab(tmp_path, stoppable_chdb, url, spark={"master": "local[1]"}, zygote=zygote)
-    yield lab
-    lab.close()
+    return make_lab(stoppable_chdb, spark={"master": "local[1]"})
 
 
 @contextmanager

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from lockstep.errors import Fenced, Invalid, LockstepError
-from lockstep.job import (
-    ENDED,
-    TRANSITIONS,
-    CommitLease,
-    Event,
-    Job,
-    Lease,
-    Progress,
-    State,
-    TaskState,
-    after,
-)
+from lockstep.job import ENDED, TRANSITIONS, CommitLease, Event, Job, Lease, Progress, State, TaskState, after
 from lockstep.store import JobStore
 from lockstep.store.sql import SqlStore
 from lockstep.store.zookeeper import ZooKeeperStore
 from lockstep.store.zookeeper_edit import Edit
 from lockstep.store.zookeeper_session import Moved
-from tests.store_lab import LEASE_S, Stores, check_always_true, job_in, moves
+from tests.store_lab import LEASE_S, job_in, moves
 
 PAIRS = [pytest.param(state, event, id=f"{state}-{event}") for state, event in product(State, Event)]
-
-
-@pytest.fixture
-def store(store_factory: Stores) -> Iterator[JobStore]:
-    opened = store_factory()
-    yield opened
-    check_always_true(opened)
-    opened.close()
 
 
 def test_an_ended_job_moves_only_after_a_failure_by_a_retry_or_by_giving_it_up() -> None:

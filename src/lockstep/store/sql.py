@@ -8,18 +8,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, select, true, update
 
 from lockstep.errors import ErrorInfo, Invalid, NoSuchJob
-from lockstep.job import (
-    Event,
-    HistoryEntry,
-    Holding,
-    Job,
-    NewJob,
-    State,
-    Task,
-    TaskState,
-    after,
-    commit_id,
-)
+from lockstep.job import Event, HistoryEntry, Holding, Job, NewJob, State, Task, TaskState, after, commit_id
 from lockstep.runtime import SYSTEM_CLOCK, Clock
 from lockstep.store.rules import (
     SHOWN,

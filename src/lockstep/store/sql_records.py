@@ -23,20 +23,8 @@ from sqlalchemy import (
     update,
 )
 
-from lockstep.errors import (
-    Fenced,
-    Invalid,
-    LockstepError,
-    NoSuchJob,
-    Retryable,
-)
-from lockstep.job import (
-    Event,
-    Job,
-    State,
-    TaskState,
-    after,
-)
+from lockstep.errors import Fenced, Invalid, LockstepError, NoSuchJob, Retryable
+from lockstep.job import Event, Job, State, TaskState, after
 from lockstep.store.recent import Recent
 from lockstep.store.rules import Frozen, missing_plan, no_such_job
 from lockstep.store.sql_database import TIME, Database

@@ -15,13 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from lockstep.errors import Corrupt, ErrorInfo, Invalid, LockstepError, Retryable
-from lockstep.job import (
-    Job,
-    Kind,
-    State,
-    TaskSpec,
-    TaskState,
-)
+from lockstep.job import Job, Kind, State, TaskSpec, TaskState
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, new_id
 from lockstep.store.recent import Recent
 from lockstep.store.rules import Frozen, damaged_plan, missing_plan, no_such_job
