@@ -243,6 +243,15 @@ def test_one_batch_larger_than_a_file_makes_several_files(tmp_path):
     assert read_back(files)["id"].to_pylist() == list(range(100_000))
 
 
+def test_narrow_rows_make_row_groups_of_a_bounded_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.sink.datafile.MOST_GROUP_ROWS", 1000)
+    flags = [pa.record_batch({"flag": pa.array([True] * 400)}) for _ in range(6)]
+    (file,) = pour(sink_for(plan_for(tmp_path, [field(1, "flag", "boolean")])), flags)
+    footer = pq.read_metadata(file.path)
+    assert [footer.row_group(at).num_rows for at in range(footer.num_row_groups)] == [800, 800, 800]
+    assert file.rows == 2400
+
+
 def test_a_sink_is_full_only_when_a_file_has_its_size(tmp_path):
     sink = sink_for(plan_for(tmp_path, NUMBERS, file_size_bytes=100_000))
     seen = []

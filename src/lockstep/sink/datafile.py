@@ -31,6 +31,8 @@ from lockstep.transforms import murmur3_bytes
 MOST_GROUP_BYTES: Final = 64_000_000
 """Rows of one row group before they are encoded."""
 LEAST_GROUP_BYTES: Final = 64_000
+MOST_GROUP_ROWS: Final = 1 << 24
+"""Rows of a few bits each make groups of millions, and Arrow's writer cuts those beyond 2^26 by itself."""
 SAMPLE_ROWS: Final = 16_384
 DISTINCT_SHARE: Final = 0.25
 """A dictionary pays where at most this share of a sample is distinct."""
@@ -271,6 +273,7 @@ class _OpenFile:
         )
         self._buffer: list[pa.RecordBatch] = []
         self.buffered_bytes = 0
+        self._buffered_rows = 0
         self._rows = 0
         self._fingerprint = Fingerprint()
         self._writer: Writer | None = None
@@ -290,7 +293,10 @@ class _OpenFile:
     def add(self, rows: pa.RecordBatch) -> None:
         self._fingerprint += fingerprint(rows)
         self._rows += rows.num_rows
+        if self._buffered_rows + rows.num_rows > MOST_GROUP_ROWS:
+            self.write_group()
         self._buffer.append(rows)
+        self._buffered_rows += rows.num_rows
         self.buffered_bytes += rows.nbytes
         # Until the first row group shows how well rows pack, a group is no larger than a file.
         options = self._options
@@ -313,6 +319,7 @@ class _OpenFile:
             raise Corrupt(f"rows do not fit {self._url}: {error}") from error
         self._packing.learn(self.buffered_bytes, writer.size_bytes - before)
         self._buffer = []
+        self._buffered_rows = 0
         self.buffered_bytes = 0
 
     def finish(self) -> StagedFile:
