@@ -1,67 +1,18 @@
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from lockstep.config import Config
-from lockstep.source.chdb_launch import Room, connect
+from lockstep.job import Json
+from lockstep.source import Pin
+from lockstep.source.chdb_launch import connect
 from lockstep.source.clickhouse import ClickHouseSource
 from lockstep.source.clickhouse_http import Endpoint, Server
 from lockstep.source.clickhouse_types import quote_name
-
-LENIENT = {
-    "allow_suspicious_low_cardinality_types": 1,
-    "enable_time_time64_type": 1,
-    "allow_experimental_qbit_type": 1,
-    "allow_experimental_nullable_tuple_type": 1,
-    "enable_lightweight_update": 1,
-    "allow_experimental_lightweight_update": 1,
-    "mutations_sync": 2,
-}
-
-
-@dataclass
-class Chdb:
-    """A real ClickHouse for tests: an embedded data folder and its server."""
-
-    folder: Path
-    server: Server
-    config: Config
-
-    def run(self, sql: str, **settings: Any) -> None:
-        self.server.run(sql, {**LENIENT, **settings})
-
-    def value(self, sql: str) -> Any:
-        return self.server.values(sql)[0][0]
-
-    def source(self, table: str, database: str = "shop") -> ClickHouseSource:
-        from urllib.parse import quote
-
-        address = f"chdb:{self.folder}/{quote(database, safe='')}/{quote(table, safe='')}"
-        return ClickHouseSource(address, self.config)
-
-    def endpoint(self) -> Endpoint:
-        found = connect(self.folder)
-        return Endpoint(found.host, found.port, found.user, found.password)
-
-    def tables(self, database: str = "shop") -> set[str]:
-        rows = self.server.values(f"SELECT name FROM system.tables WHERE database = '{database}'")
-        return {row[0] for row in rows}
-
-    def drop(self, table: str) -> None:
-        self.run(f"DROP TABLE IF EXISTS shop.{quote_name(table)} SYNC")
-
-    def stop(self) -> None:
-        self.server.close()
-        card = Room(self.folder).read_card()
-        if card is not None:
-            os.kill(card.pid, signal.SIGTERM)
+from tests.clickhouse_lab import NUMBERS, Chdb
 
 
 @pytest.fixture(scope="session")
@@ -79,3 +30,37 @@ def chdb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chdb]:
     ready = Chdb(folder, server, Config(root, "", {}, {}, {}))
     yield ready
     ready.stop()
+
+
+@pytest.fixture
+def table(chdb: Chdb) -> Iterator[Callable[..., str]]:
+    """Create a table in `shop`; dropped at the end of the test."""
+    made: list[str] = []
+
+    def create(columns: str, tail: str = "ORDER BY tuple()", name: str | None = None) -> str:
+        name = name or f"t{next(NUMBERS)}"
+        made.append(name)
+        chdb.run(f"CREATE TABLE shop.{quote_name(name)} ({columns}) ENGINE = MergeTree {tail}")
+        return name
+
+    yield create
+    for name in made:
+        chdb.drop(name)
+
+
+@pytest.fixture
+def pinned() -> Iterator[Callable[..., Pin]]:
+    """Pin, and give up at the end of the test."""
+    held: list[tuple[ClickHouseSource, Json]] = []
+
+    def pin(
+        source: ClickHouseSource, partition: str = "all", parts: Sequence[str] | None = None, **options: Any
+    ) -> Pin:
+        made = source.pin(f"lockstep_pin_{next(NUMBERS)}", partition, parts, **options)
+        held.append((source, made.detail))
+        return made
+
+    yield pin
+    for source, detail in held:
+        source.unpin(detail, 30)
+        source.close()

@@ -30,7 +30,7 @@ from lockstep.source.clickhouse import ClickHouseSource
 from lockstep.storage.file import StoredFile
 from lockstep.store.sql import SqlStore
 from lockstep.sweep import Fate, Finding, Kind, Report, named_by_us, sweep
-from tests.contract.conftest import Chdb
+from tests.clickhouse_lab import Chdb
 from tests.iceberg_tables import Lake
 
 DAY_S = 86_400.0

@@ -15,13 +15,11 @@ import pyarrow as pa
 import pytest
 
 from lockstep.job import State
-from tests.contract.conftest import LENIENT
-from tests.contract.test_clickhouse_source import EXACT, _split
+from tests.clickhouse_lab import EXACT, LENIENT, values_in
 from tests.lab import Lab
 
 pytestmark = pytest.mark.servers
 
-NESTED = ("Map", "Tuple", "Nullable(Tuple", "Point", "Polygon", "Array")
 COLUMNS = [(f"c{number}", kind, values, expected) for number, (kind, values, _, expected) in enumerate(EXACT)]
 ROWS = max(len(expected) for _, _, _, expected in COLUMNS)
 # Spark's conversion to Arrow fails on a NULL struct with a required field, so its fields are asked for.
@@ -62,8 +60,7 @@ def published(manned_lab: Lab) -> str:
     for row in range(ROWS):
         cells = []
         for _, kind, values, expected in COLUMNS:
-            pieces = _split(values) if kind.startswith(NESTED) else values.split(", ")
-            cells.append(pieces[row % len(expected)])
+            cells.append(values_in(kind, values)[row % len(expected)])
         rows.append(f"({row}, {', '.join(cells)})")
     lab.clickhouse.command(f"INSERT INTO matrix VALUES {', '.join(rows)}", settings=settings)
     lab.ok("export", lab.source("matrix"), "iceberg://lake/db.matrix", "--all", "--create", "--detach")
