@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, Retryable
-from lockstep.source import clickhouse as room
+from lockstep.source import clickhouse, clickhouse_rows
 from lockstep.source.clickhouse import ClickHouseSource
 from lockstep.source.clickhouse_http import Server
 from tests.clickhouse_lab import NUMBERS, Chdb, columns_of, ids, read_all, read_task, three_parts, us
@@ -108,7 +108,7 @@ def test_indices_projections_and_settings_do_not_hinder_the_freeze(
 def test_deleted_rows_are_neither_counted_nor_read(
     chdb: Chdb, table: Any, pinned: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(room, "RANGE_BYTES", 200_000)
+    monkeypatch.setattr(clickhouse_rows, "RANGE_BYTES", 200_000)
     name = table("id UInt32", "ORDER BY id")
     chdb.run(f"INSERT INTO shop.{name} SELECT number FROM numbers(100000)")
     chdb.run(f"DELETE FROM shop.{name} WHERE id % 2 = 0 OR id BETWEEN 40000 AND 70000")
@@ -234,7 +234,7 @@ def test_a_failure_after_the_copy_was_made_drops_it(chdb: Chdb, table: Any, monk
         assert chdb.tables() != before
         raise Retryable("cut")
 
-    monkeypatch.setattr(room, "visible_rows", break_down)
+    monkeypatch.setattr(clickhouse, "visible_rows", break_down)
     with pytest.raises(Retryable):
         source.pin("half", "all", None)
     assert chdb.tables() == before

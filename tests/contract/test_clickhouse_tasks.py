@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from lockstep.source import clickhouse as room
+from lockstep.source import clickhouse_rows as room
 from tests.clickhouse_lab import Chdb, columns_of, ids, read_all, read_task
 
 pytestmark = pytest.mark.servers

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from lockstep.errors import Corrupt, Invalid
 from lockstep.source import open_source
-from lockstep.source.clickhouse import _ranges, parse_address
+from lockstep.source.clickhouse_address import parse_address
 from lockstep.source.clickhouse_keys import engine_clauses, partition_fields, sorting_fields
 from lockstep.source.clickhouse_pin import Part, copy_statement, has_heavy_rows, match_parts
+from lockstep.source.clickhouse_rows import _ranges
 from lockstep.source.clickhouse_types import (
     cast_expression,
     iceberg_type,
