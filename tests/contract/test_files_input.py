@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from lockstep.errors import Corrupt, Invalid
 from lockstep.schema import arrow_schema
 from lockstep.source import Place, open_input
+from lockstep.source.files_describe import LEAST_SAMPLE_BYTES
 from tests.files_lab import FilesLab, schema_of
 
 pytestmark = pytest.mark.long
@@ -180,6 +181,16 @@ def test_lines_before_the_header_are_skipped_and_still_counted(tmp_path):
     )
     outcome = lab.read_all()
     assert outcome.rows == [{"a": "x", "b": 1}]
+    assert lab.lines_of_rejects() == [("a.csv", 5)]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_are_skipped_whatever_ends_them(tmp_path, end):
+    # The return of the second line is the last byte of the first read.
+    lines = ["made", "x" * (LEAST_SAMPLE_BYTES - 6), "a,b", "x,1", "y,z"]
+    text = "".join(line + end for line in lines)
+    lab = read_one(tmp_path, text, skip=2, schema=schema_of(a="string", b="long"))
+    assert lab.read_all().rows == [{"a": "x", "b": 1}]
     assert lab.lines_of_rejects() == [("a.csv", 5)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ LEAST_SAMPLE_BYTES: Final = 4 << 10
 MOST_SAMPLE_BYTES: Final = 1 << 20
 MOST_RECORD_BYTES: Final = 1 << 30
 BOM: Final = b"\xef\xbb\xbf"
+LINE_END: Final = re.compile(rb"\r\n?|\n")
+NEWLINE: Final = re.compile(rb"\n")
 
 
 @dataclass(frozen=True)
@@ -135,21 +138,26 @@ def first_records(storage: Storage, file: RawFile, start: int, records: Records,
     return found
 
 
-def after_skipped(storage: Storage, file: RawFile, skip: int) -> tuple[int, int]:
+def after_skipped(
+    storage: Storage, file: RawFile, skip: int, line_end: re.Pattern[bytes] = LINE_END
+) -> tuple[int, int]:
     """Where the text begins: after the byte order mark, and after the lines that the user skips."""
     with OpenFile(storage, file.url, file.compression) as opened:
         held = opened.read(LEAST_SAMPLE_BYTES)
         at = len(BOM) if held.startswith(BOM) else 0
         line = 1
+        more = True
         while line <= skip:
-            found = held.find(b"\n", at)
-            if found >= 0:
-                at, line = found + 1, line + 1
-                continue
-            fresh = opened.read(MOST_SAMPLE_BYTES)
-            if not fresh:
+            found = line_end.search(held, at)
+            # A return at the end of what was read may be the first half of a line end.
+            if found is not None and (found.end() < len(held) or not more or found[0] != b"\r"):
+                at, line = found.end(), line + 1
+            elif more:
+                fresh = opened.read(MOST_SAMPLE_BYTES)
+                more = bool(fresh)
+                held += fresh
+            else:
                 return len(held), line
-            held += fresh
     return at, line
 
 

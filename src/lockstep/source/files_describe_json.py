@@ -13,6 +13,7 @@ from lockstep.errors import Invalid
 from lockstep.job import Json
 from lockstep.source import ParseOptions, SourceColumn
 from lockstep.source.files_describe import (
+    NEWLINE,
     Described,
     after_skipped,
     first_records,
@@ -47,7 +48,7 @@ def describe_json(storage: Storage, files: Sequence[RawFile], options: ParseOpti
     records: list[dict[str, Any]] = []
     read_bytes = read_records = 0
     for file in files:
-        start, line = after_skipped(storage, file, options.skip)
+        start, line = after_skipped(storage, file, options.skip, NEWLINE)
         known.append(replace(file, start=start, line=line))
         sample = first_records(storage, file, start, RECORDS, sample_bytes(len(files)))
         _require_lines(sample, file.url)
