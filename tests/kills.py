@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -10,35 +9,11 @@ from typing import Final
 from lockstep.job import State
 from tests.lab import Lab
 from tests.players import Troupe, command
+from tests.standstill import TICK_S, Standstill
 from tests.zygote import Child
 
 PROMISED_S: Final = 5.0
 """From the word of the person to a job that is killed, and from there to tasks whose processes are gone."""
-_TICK_S: Final = 0.02
-
-
-class Standstill:
-    """How long the machine stood still meanwhile: a promise of seconds holds for those in which it ran."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Standstill:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        before = time.monotonic()
-        while not self._over.wait(_TICK_S):
-            now = time.monotonic()
-            self.seconds += max(0.0, now - before - 5 * _TICK_S)
-            before = now
 
 
 def kill_in_time(lab: Lab, troupe: Troupe, job_id: str, worker: Child | None = None, *options: str) -> None:
@@ -56,7 +31,7 @@ def kill_in_time(lab: Lab, troupe: Troupe, job_id: str, worker: Child | None = N
         while worker is not None and (tasks := tasks_of(worker)):
             late_s = time.time() - job.finished_at - standstill.seconds
             assert late_s < PROMISED_S, f"these still run: {tasks}"
-            time.sleep(_TICK_S)
+            time.sleep(TICK_S)
 
 
 def tasks_of(worker: Child) -> list[int]:

@@ -141,7 +141,7 @@ def test_the_same_partition_asked_for_twice_at_once_is_one_job_and_one_conflict(
         subprocess.Popen(command, cwd=lab.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(2)
     ]
-    codes = sorted(twin.wait(timeout=60) for twin in twins)
+    codes = sorted(twin.wait(timeout=150) for twin in twins)
     for twin in twins:
         twin.communicate()
     assert codes == [0, 3]
