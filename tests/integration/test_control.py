@@ -216,7 +216,7 @@ def test_killed_jobs_that_hang_in_spark_give_their_slots_back(
         lab.ok("kill", writing)
         reading = ask(lab.source(), "db.reading")
         with lab.frozen_source():
-            lab.wait_until(lambda: in_flight(reading) == 2, timeout_s=60)
+            lab.wait_until(lambda: in_flight(reading) == 2, timeout_s=120)
             lab.ok("kill", reading)
             assert goes_on("db.other")
     assert lab.lineage("db.writing") == []
