@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import (
     CommitUnknown,
@@ -31,7 +31,10 @@ from lockstep.errors import (
 if TYPE_CHECKING:
     from lockstep.config import Config
     from lockstep.job import Job, State
+    from lockstep.source import ParseOptions
     from lockstep.store import JobStore
+
+__version__: Final = "0.1.0"
 
 __all__ = [
     "CommitUnknown",
@@ -44,6 +47,7 @@ __all__ = [
     "LockstepError",
     "NoSuchJob",
     "Retryable",
+    "__version__",
     "export",
     "import_files",
     "jobs",
@@ -55,8 +59,8 @@ def export(
     target: str,
     *,
     partition: str | None = None,
-    partitions: Iterable[str] = (),
-    parts: Iterable[str] = (),
+    partitions: str | Iterable[str] = (),
+    parts: str | Iterable[str] = (),
     everything: bool = False,
     create: bool = False,
     on_existing: str = "error",
@@ -81,8 +85,8 @@ def export(
     request = ExportRequest(
         source,
         target,
-        (partition, *partitions) if partition is not None else tuple(partitions),
-        tuple(parts),
+        (*([] if partition is None else [partition]), *_names(partitions)),
+        _names(parts),
         everything,
         create,
         on_existing,
@@ -103,8 +107,8 @@ def import_files(
     *,
     create: bool = False,
     mode: str = "auto",
-    sort_by: Iterable[str] = (),
-    unique: Iterable[str] = (),
+    sort_by: str | Iterable[str] = (),
+    unique: str | Iterable[str] = (),
     on_duplicate: str = "error",
     max_rejects: int = 0,
     rejects: str | None = None,
@@ -120,22 +124,22 @@ def import_files(
 
     With `on_existing="skip"` inputs that were imported before are left out; if none is left there is no job.
     `parse` are the fields of `ParseOptions`: format, delimiter, quote, escape, header, null, compression,
-    skip, limit, schema. Raises: Invalid or Conflict, with nothing created.
+    skip, limit, and schema, which is Iceberg's JSON or the path of a file as `--schema` takes it.
+    Raises: Invalid or Conflict, with nothing created.
     """
     from lockstep.config import load_config
     from lockstep.importer import ImportRequest, plan_import
-    from lockstep.source import ParseOptions
     from lockstep.store import open_store
 
     settings = load_config(Path(config) if config is not None else None)
     store = open_store(settings.store_url)
     request = ImportRequest(
-        (inputs,) if isinstance(inputs, str) else tuple(inputs),
+        _names(inputs),
         target,
-        ParseOptions(**parse),
+        _parse_options(parse),
         mode,
-        tuple(sort_by),
-        tuple(unique),
+        _names(sort_by),
+        _names(unique),
         on_duplicate,
         max_rejects,
         rejects,
@@ -157,6 +161,29 @@ def jobs(config: Path | str | None = None) -> list[Job]:
 
     settings = load_config(Path(config) if config is not None else None)
     return open_store(settings.store_url).list()
+
+
+def _names(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One name, or several."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _parse_options(given: dict[str, Any]) -> ParseOptions:
+    """Raises: Invalid for an option that there is not, or a schema that is none."""
+    from dataclasses import fields
+
+    from lockstep.schema_file import read_schema
+    from lockstep.source import ParseOptions
+
+    known = [field.name for field in fields(ParseOptions)]
+    if unknown := [name for name in given if name not in known]:
+        raise Invalid(f"there is no option {unknown[0]!r}", hint=f"files are parsed by {', '.join(known)}")
+    schema = given.get("schema")
+    if isinstance(schema, str | Path):
+        given = {**given, "schema": read_schema(Path(schema))}
+    elif schema is not None and not (isinstance(schema, dict) and "fields" in schema):
+        raise Invalid("schema is neither Iceberg's JSON, which has fields, nor the path of a file")
+    return ParseOptions(**given)
 
 
 class Export:

@@ -169,8 +169,14 @@ def _check_request(request: ExportRequest) -> None:
         raise Invalid(f"--on-existing takes {', '.join(ON_EXISTING)}, not {request.on_existing!r}")
     if request.match not in MATCH:
         raise Invalid(f"--match takes {', '.join(MATCH)}, not {request.match!r}")
-    if request.file_size_bytes < 1:
+    check_bounds(request.file_size_bytes, request.deadline_s)
+
+
+def check_bounds(file_size_bytes: int, deadline_s: float | None) -> None:
+    if file_size_bytes < 1:
         raise Invalid("--file-size must be positive")
+    if deadline_s is not None and deadline_s <= 0:
+        raise Invalid("--deadline must be positive")
 
 
 def _select(infos: Sequence[PartitionInfo], request: ExportRequest, table: SourceTable) -> list[Selection]:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from lockstep.config import Config
 from lockstep.errors import Conflict, Invalid
-from lockstep.exporter import UNBORN, absolute_address, scope_name, take_back
+from lockstep.exporter import UNBORN, absolute_address, check_bounds, scope_name, take_back
 from lockstep.job import (
     ColumnMap,
     Holding,
@@ -201,6 +201,12 @@ def _check_request(request: ImportRequest) -> None:
         raise Invalid(
             "--mode direct writes rows as they come: it can neither sort nor check uniqueness",
             hint="leave --mode out, or leave --sort-by and --unique out",
+        )
+    check_bounds(request.file_size_bytes, request.deadline_s)
+    if request.on_duplicate != "error" and not request.unique:
+        raise Invalid(
+            f"--on-duplicate {request.on_duplicate} has no effect without a key that is to be unique",
+            hint="name its columns with --unique, or leave --on-duplicate out",
         )
     for option, names in (("--sort-by", request.sort_by), ("--unique", request.unique)):
         if len(set(names)) != len(names):

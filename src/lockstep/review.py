@@ -258,7 +258,7 @@ def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
     with _places(job, store, config) as places:
         place, winner = _both(first, places)
     key = ", ".join(terms.unique)
-    count = "1 row repeats" if found.losers == 1 else f"{found.losers} rows repeat"
+    count = "1 row repeats" if found.losers == 1 else f"{found.losers:,} rows repeat"
     if terms.on_duplicate == "error":
         hint = (
             "nothing was published; --on-duplicate keep-first, keep-last or reject says what to do with them"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lockstep.arrow_types import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["arrow_schema", "arrow_type", "conform", "derive", "match_columns", "type_text"]
 
 FIRST_PARTITION_FIELD_ID: Final = 1000
+MOST_LISTED: Final = 20
 
 
 def match_columns(
@@ -56,10 +58,22 @@ def match_columns(
             fit = _fit_column(found, target, allow_lossy, ignore_extra)
         problems += fit.problems
         columns.append(_column_map(target, found, fit.lossy))
+    if ignore_extra and extra and all(found is None for _, found in pairs):
+        raise Invalid(
+            f"cannot {verb} {source.name}: it has no column of the target",
+            hint=f"it has {_listed(column.name for column in source.columns)};"
+            f" the target has {_listed(field['name'] for field in target_schema['fields'])}",
+        )
     if not ignore_extra:
         problems += (_extra_column(column, target_schema["fields"]) for column in extra)
     _refuse(f"cannot {verb} {source.name}", problems)
     return columns
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names in a sentence; of very many the first."""
+    first = list(islice(names, MOST_LISTED + 1))
+    return ", ".join(first[:MOST_LISTED]) + (", …" if len(first) > MOST_LISTED else "")
 
 
 def _column_map(target: Json, source: SourceColumn | None, lossy: bool) -> ColumnMap:

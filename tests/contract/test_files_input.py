@@ -165,6 +165,13 @@ def test_files_with_other_columns_are_refused_by_name(tmp_path):
         FilesLab(tmp_path, tmp_path)
 
 
+def test_files_with_other_delimiters_are_refused_by_these(tmp_path):
+    csv_file(tmp_path, "a\tb\nx\t1\n", "1.csv")
+    csv_file(tmp_path, "a;b\ny;2\n", "2.csv")
+    with pytest.raises(Invalid, match=r"2\.csv are delimited by ;, those of .*1\.csv by tabs"):
+        FilesLab(tmp_path, tmp_path)
+
+
 def test_without_a_header_columns_are_numbered_or_take_the_names_of_the_schema(tmp_path):
     path = csv_file(tmp_path, "x,1\ny,2\n")
     assert FilesLab(tmp_path, path, header=False).read_all().rows == [

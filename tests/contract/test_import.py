@@ -465,6 +465,9 @@ def test_rows_go_to_their_partitions_sorted_within_each(lab: ImportLab) -> None:
         ({"parse": ParseOptions(skip=-1)}, "--skip cannot be negative"),
         ({"mode": "merge"}, "needs an order"),
         ({"on_duplicate": "maybe"}, "--on-duplicate"),
+        ({"on_duplicate": "reject"}, "--on-duplicate reject has no effect"),
+        ({"file_size_bytes": -5}, "--file-size must be positive"),
+        ({"deadline_s": -1}, "--deadline must be positive"),
     ],
 )
 def test_a_request_that_does_not_fit_creates_nothing(

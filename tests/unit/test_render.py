@@ -351,6 +351,19 @@ def test_progress_in_a_pipe_is_a_line_per_change_and_now_and_then() -> None:
     ]
 
 
+def test_progress_names_the_table_where_there_are_several() -> None:
+    stream, clock = io.StringIO(), StillClock()
+    one, other = job(rows_done=1), job(rows_done=2)
+    other = replace(other, job_id="other", plan=replace(other.plan, target="iceberg://lake/db.other"))
+    with ProgressView(Screen(stream), clock) as view:
+        view.update([one, other])
+    table = one.plan.target.rpartition("/")[2]
+    assert [each.partition(":")[0] for each in stream.getvalue().splitlines()] == [
+        f"{table} 202401",
+        "db.other 202401",
+    ]
+
+
 def test_progress_in_a_pipe_says_nothing_twice() -> None:
     stream, clock = io.StringIO(), StillClock()
     with ProgressView(Screen(stream), clock, lambda _: "starting Spark …") as view:

@@ -133,6 +133,13 @@ def test_extra_source_columns_are_left_out_only_when_asked():
     assert [c.source for c in found] == ["a"]
 
 
+def test_a_source_without_any_column_of_the_target_is_refused_though_extra_ones_may_go():
+    source = table(column("a", "int"), column("b", "int"))
+    with pytest.raises(Invalid, match="no column of the target") as caught:
+        match_columns(source, target(("x", "int", False)), ignore_extra=True)
+    assert caught.value.hint == "it has a, b; the target has x"
+
+
 def test_a_target_column_that_nothing_fills_is_null_or_refused():
     found = match_columns(table(column("a", "int")), target(("a", "int", True), ("b", "string", False)))
     assert found[1].source is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
@@ -20,6 +19,7 @@ from lockstep.cli.session import INTERRUPTED, Answer, Session, command, nothing_
 from lockstep.config import parse_duration, parse_size
 from lockstep.errors import Invalid
 from lockstep.job import Job, State
+from lockstep.schema_file import read_schema
 from lockstep.secrets import redact
 from lockstep.view import job_document
 
@@ -145,7 +145,7 @@ def import_(
             compression=compression.value,
             skip=skip,
             limit=limit,
-            schema=_schema_of(schema),
+            schema=None if schema is None else read_schema(schema),
         ),
         mode=mode.value,
         sort_by=_names(sort_by),
@@ -240,14 +240,19 @@ def _closing(session: Session, job: Job) -> list[Answer]:
         ("rows rejected", number(summary["rows_rejected"])),
         ("duplicates", number(summary["duplicates"]) if terms.unique else "not checked"),
         ("files", f"{number(summary['data_files'])} ({size(job.bytes_done)})"),
-        ("sorted by", f"{', '.join(names)} ({summary['sortedness']:.0%} of the files in order)")
-        if names
-        else ("sorted by", "nothing"),
+        ("sorted by", _sorted_by(names, summary)),
     ]
     parts: list[Answer] = [*closing(job), Grid(("", ">"), rows)]
     if summary["rejects_file"] is not None:
         parts.append(line(f"the rejected records are listed in {summary['rejects_file']}"))
     return parts
+
+
+def _sorted_by(names: list[str], summary: dict[str, Any]) -> str:
+    if not names:
+        return "nothing"
+    in_order = f" ({summary['sortedness']:.0%} of the files in order)" if summary["data_files"] else ""
+    return ", ".join(names) + in_order
 
 
 # Reading everything without writing anything
@@ -369,36 +374,3 @@ def _letter(text: str | None, option: str) -> str | None:
     if len(letter) != 1:
         raise Invalid(f"{option} takes one letter, not {text!r}", hint="\\t stands for a tab")
     return letter
-
-
-def _schema_of(path: Path | None) -> dict[str, Any] | None:
-    """Iceberg's own JSON, or a line `name type [required]` for each column."""
-    if path is None:
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise Invalid(f"--schema {path} cannot be read: {error.strerror}") from error
-    if text.lstrip().startswith("{"):
-        try:
-            schema = json.loads(text)
-            return {**schema, "fields": list(schema["fields"])}
-        except (ValueError, KeyError) as error:
-            raise Invalid(f"--schema {path} is not a schema in Iceberg's JSON: {error}") from error
-    fields = [
-        _field(number, words) for number, words in enumerate(map(str.split, text.splitlines())) if words
-    ]
-    return {"type": "struct", "schema-id": 0, "fields": fields}
-
-
-def _field(number: int, words: list[str]) -> dict[str, Any]:
-    required = words[-1] == "required" and len(words) > 2
-    kind = "".join(words[1:-1] if required else words[1:])
-    if not kind:
-        raise Invalid(f"line {number + 1} of the schema has a name and no type: {words[0]}")
-    return {"id": number + 1, "name": words[0], "required": required, "type": _spelled(kind)}
-
-
-def _spelled(kind: str) -> str:
-    """Iceberg writes `decimal(9, 2)` with a space."""
-    return kind.replace(",", ", ") if kind.startswith("decimal") else kind

@@ -103,7 +103,7 @@ class ProgressView:
         from rich.console import Group
 
         shown = _most_interesting(self._jobs)
-        width = max((len(_label(job)) for job in shown), default=0)
+        width = max((len(self._label(job)) for job in shown), default=0)
         lines = [self._bar(job, min(width, 30)) for job in shown]
         if hidden := len(self._jobs) - len(shown):
             lines.append(line(Span(f"… and {plural(hidden, 'more job')}", "dim"), indent=2))
@@ -117,7 +117,7 @@ class ProgressView:
         done = progress(job)
         filled = int(done * BAR)
         style = state_span(job.state).style
-        label = _label(job)
+        label = self._label(job)
         label = label if len(label) <= width else label[: width - 1] + "…"
         return line(
             label.ljust(width + 1),
@@ -125,10 +125,17 @@ class ProgressView:
             Span("┄" * (BAR - filled), "grey50"),
             f" {percent(done):>5}  ",
             Span(f"{_phase(job):<10}", style),
-            f" {number(job.rows_done)} rows",
+            f" {plural(job.rows_done, 'row')}",
             Span(self._detail(job), "dim"),
             indent=2,
         )
+
+    def _label(self, job: Job) -> str:
+        """What tells the job from the others here: its partition, and its table where there are several."""
+        name = job.plan.partition if job.plan.partition is not None else job.job_id
+        if len({each.plan.target for each in self._jobs}) == 1:
+            return name
+        return f"{job.plan.target.rpartition('/')[2]} {name}"
 
     def _detail(self, job: Job) -> str:
         if job.state is State.RUNNING:
@@ -173,10 +180,11 @@ class ProgressView:
             if said == news or (job.state.live and waited_s < least_s):
                 continue
             self._said[job.job_id], self._said_at[job.job_id] = news, now
-            total = f" of {number(job.plan.rows)}" if job.plan.rows is not None else ""
+            rows = plural(job.rows_done, "row")
+            if job.plan.rows is not None:
+                rows = f"{number(job.rows_done)} of {plural(job.plan.rows, 'row')}"
             self._screen.print(
-                f"{_label(job)}: {_phase(job)} {percent(progress(job))}, "
-                f"{number(job.rows_done)}{total} rows{self._detail(job)}"
+                f"{self._label(job)}: {_phase(job)} {percent(progress(job))}, {rows}{self._detail(job)}"
             )
 
 
@@ -199,10 +207,6 @@ def follow(
 
 def all_ended(jobs: Iterable[Job]) -> bool:
     return not any(job.state.live for job in jobs)
-
-
-def _label(job: Job) -> str:
-    return job.plan.partition if job.plan.partition is not None else job.job_id
 
 
 def _phase(job: Job) -> str:

@@ -29,10 +29,12 @@ def verify(session: Session, job: JobArgument) -> int:
 
 def _page(job: Job, found: Verification) -> Iterator[Answer]:
     where = f"snapshot {found.snapshot_id} of {redact(job.plan.target)}"
-    rows = f"{number(found.found.rows)} rows in {plural(found.files, 'file')}"
-    if found.equal:
+    rows = f"{plural(found.found.rows, 'row')} in {plural(found.files, 'file')}"
+    if found.equal and not found.found.rows:
+        yield line(Span("✔ ", "green"), f"{where} has no rows of job {job.job_id}, as none were read")
+    elif found.equal:
         columns = plural(len(found.expected.columns), "column")
-        yield line(Span("✔ ", "green"), f"{rows} of {where} are as they were read: {columns}, every value")
+        yield line(Span("✔ ", "green"), f"{rows} of {where}, as they were read: {columns}, every value")
     else:
         said = f"{where} does not hold the rows that job {job.job_id} read"
         yield line(Span("✘ ", "red"), said)

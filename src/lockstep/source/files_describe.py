@@ -65,6 +65,9 @@ def describe_csv(storage: Storage, files: Sequence[RawFile], options: ParseOptio
             continue
         if names not in layouts:
             if layouts:
+                if options.header and options.delimiter is None:
+                    own = _likely_delimiter(file.url, _first_line(storage, file, options))
+                    _require_same_delimiter(delimiter, own, files[0].url, file.url)
                 _require_same_columns(layouts[0], names, known[0].url, file.url)
             layouts.append(names)
         known.append(replace(placed, layout=layouts.index(names)))
@@ -165,6 +168,16 @@ def _made_names(count: int, schema: Json | None) -> list[str]:
     """Columns without a header take the names of the schema in their order, then c0, c1 and so on."""
     given = [f["name"] for f in schema["fields"]] if schema else []
     return [given[number] if number < len(given) else f"c{number}" for number in range(count)]
+
+
+def _require_same_delimiter(first: str, own: str, first_url: str, url: str) -> None:
+    if own != first:
+        spoken = {"\t": "tabs"}
+        raise Invalid(
+            f"the fields of {url} are delimited by {spoken.get(own, own)}, "
+            f"those of {first_url} by {spoken.get(first, first)}",
+            hint="import them one after the other, each kind on its own",
+        )
 
 
 def _require_same_columns(first: Sequence[str], names: Sequence[str], first_url: str, url: str) -> None:
