@@ -126,7 +126,12 @@ def plan_import(
         holding = Holding(_scope(head), False, pieces)
         failpoint("plan.before_create")
         new = NewJob(job_id, new_id(), plan, holding, draft.tasks, draft.beside)
-        job = store.create([new])[0]
+        try:
+            job = store.create([new])[0]
+        except Conflict:
+            # Another request was faster: it is named as one that came earlier.
+            _beside(request, store, head, draft.pin)
+            raise
         undo.pop_all()
         return PlannedImport(job, created, draft.skipped)
 

@@ -263,6 +263,7 @@ GOOD = [
     ("decimal(38, 0)", "9" * 38, Decimal("9" * 38)),
     ("date", "0001-01-01", date(1, 1, 1)),
     ("time", "12:34:56.000001", time(12, 34, 56, 1)),
+    ("time", " 12:34 ", time(12, 34)),
     ("timestamp", "2024-02-29T12:34:56.123456", datetime(2024, 2, 29, 12, 34, 56, 123456)),
     ("timestamp", "2024-02-29T12:34:56.123456000", datetime(2024, 2, 29, 12, 34, 56, 123456)),
     ("timestamp", "2024-02-29", datetime(2024, 2, 29)),
@@ -320,7 +321,7 @@ def test_a_value_that_fits_is_exact_whether_or_not_its_neighbours_fit(tmp_path, 
     ("kind", "day", "half"),
     [
         ("timestamp", "2024-01-01T", datetime(2024, 1, 1, 0, 0, 0, 500_000)),
-        ("time", "", time(0, 0, 0, 500_000)),
+        ("time", " ", time(0, 0, 0, 500_000)),
     ],
 )
 def test_zeros_beyond_a_microsecond_are_fine_whatever_else_the_block_holds(tmp_path, kind, day, half):

@@ -740,6 +740,23 @@ def test_a_backfill_is_a_sorted_copy_of_one_snapshot(lab: ImportLab) -> None:
     assert job.fingerprint == first.fingerprint
 
 
+def test_of_two_requests_at_the_same_instant_the_later_one_is_told_of_the_job_that_has_its_file(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.write("a.csv", "id,k\n1,2\n")
+    first: list[Job] = []
+
+    def other_is_faster(_: str) -> None:
+        monkeypatch.undo()
+        first.append(lab.plan("a.csv"))
+
+    monkeypatch.setattr(importer, "failpoint", other_is_faster)
+    with pytest.raises(Conflict, match=r"a\.csv is being imported into .* by job") as caught:
+        lab.plan("a.csv")
+    assert caught.value.job_id == first[0].job_id
+    assert caught.value.hint == "pass --on-existing skip to leave it out"
+
+
 def test_a_table_is_not_imported_into_itself_unless_that_is_said(lab: ImportLab) -> None:
     lab.write("a.csv", "id,k\n1,2\n")
     lab.run("a.csv", mode="direct")

@@ -174,6 +174,18 @@ def test_errors_of_object_storage_have_their_class():
         assert type(translated(error, "write", "s3://bucket/key")) is expected
 
 
+def test_a_bucket_without_keys_is_told_so():
+    from obstore import exceptions
+
+    text = (
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1ms - "
+        "Server returned non-2xx status code: 403 Forbidden: "
+    )
+    found = translated(exceptions.PermissionDeniedError(text), "read", "s3://bucket/key")
+    assert "no keys are set for it" in found.message
+    assert '[storage."s3://bucket"]' in (found.hint or "")
+
+
 def test_a_name_that_cannot_be_is_refused(storage, tmp_path):
     write(storage, f"{tmp_path}/file", b"")
     with pytest.raises(Invalid):

@@ -51,8 +51,13 @@ def is_clock(kind: pa.DataType) -> bool:
 
 
 def as_clock(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
-    """Texts as timestamps or times. Raises: pa.ArrowInvalid if one is none."""
-    return as_times(texts, kind) if pa.types.is_time(kind) else as_timestamps(texts, kind)
+    """Texts as timestamps or times, as Arrow's CSV parser takes them: blanks around a time do not matter.
+
+    Raises: pa.ArrowInvalid if one is none.
+    """
+    if pa.types.is_time(kind):
+        return as_times(pc.ascii_trim(texts, " \t"), kind)
+    return as_timestamps(texts, kind)
 
 
 def without_spare_zeros(text: str) -> str:

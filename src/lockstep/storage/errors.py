@@ -29,6 +29,8 @@ _NOT_ALLOWED: Final = frozenset({"401", "403"})
 _WRONG_SETTINGS: Final = frozenset(
     {"AuthorizationHeaderMalformed", "ExpiredToken", "InvalidToken", "PermanentRedirect", "InvalidBucketName"}
 )
+_KEYS_OF_THE_MACHINE: Final = "169.254.169.254"
+"""Where a machine in a cloud asks for keys of its own, if it was given none."""
 _FULL: Final = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"})
 
 
@@ -71,7 +73,10 @@ def _translated_object(error: BaseException, verb: str, url: str) -> LockstepErr
     from obstore import exceptions
 
     text = str(error)
-    said = f"cannot {verb} {url}: {_reason(error)}"
+    reason = _reason(error)
+    if _KEYS_OF_THE_MACHINE in text:
+        reason = f"no keys are set for it, and this machine has none of its own ({reason})"
+    said = f"cannot {verb} {url}: {reason}"
     bucket = url.partition("://")[2].partition("/")[0]
     settings = f'[storage."s3://{bucket}"]'
     code = _CODE.search(text)
@@ -84,7 +89,9 @@ def _translated_object(error: BaseException, verb: str, url: str) -> LockstepErr
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or (
         status and status[1] in _NOT_ALLOWED
     ):
-        return Invalid(said, hint=f"check the keys in {settings} and their rights, then `lockstep retry`")
+        return Invalid(
+            said, hint=f"check the keys in {settings} and their rights; then `lockstep retry` the job"
+        )
     if code and code[1] in _FULL:
         return Invalid(said, hint="make room there, then `lockstep retry` the job; finished tasks are kept")
     if (code and code[1] in _WRONG_SETTINGS) or isinstance(
