@@ -176,9 +176,9 @@ def _reason_not_to_publish(
         return Ending(Event.FAIL, problem), []
     files = [file for file in store.manifest(job.job_id, job.plan.stages[-1]) if file.kind == DATA]
     if job.plan.rows is not None and (rows := sum(file.rows for file in files)) != job.plan.rows:
-        return Ending(Event.FAIL, ErrorInfo.of(_miscounted(rows, job.plan.rows))), []
+        return Ending(Event.FAIL, ErrorInfo.of(_miscounted(job, rows))), []
     if gone := target.missing(files):
-        return Ending(Event.FAIL, ErrorInfo.of(_files_missing(gone))), []
+        return Ending(Event.FAIL, ErrorInfo.of(_files_missing(job, gone))), []
     return None, files
 
 
@@ -219,33 +219,37 @@ def _budget_error(job: Job, last: Exception | None) -> ErrorInfo:
     )
 
 
+def _again(job: Job) -> str:
+    return "import the files again" if job.kind is Kind.IMPORT else "export the partition again"
+
+
 def _replaced(job: Job, head: TargetTable) -> LockstepError:
     return Invalid(
         f"{job.plan.target} was replaced: its table UUID is {head.uuid}, the job was planned for "
         f"{job.plan.target_uuid}",
-        hint="nothing was published; export again into the new table",
+        hint=f"nothing was published; {_again(job)} for the new table",
     )
 
 
 def _drifted(job: Job, differences: list[str]) -> LockstepError:
     return Invalid(
         f"{job.plan.target} has changed since the job was planned: " + "; ".join(differences),
-        hint="nothing was published; export the partition again to plan it for the table as it is now",
+        hint=f"nothing was published; {_again(job)} to plan it for the table as it is now",
     )
 
 
-def _files_missing(gone: list[str]) -> LockstepError:
+def _files_missing(job: Job, gone: list[str]) -> LockstepError:
     more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
     return Corrupt(
         "staged files are not as they were written: " + "; ".join(gone[:3]) + more,
-        hint="nothing was published; export the partition again",
+        hint=f"nothing was published; {_again(job)}",
     )
 
 
-def _miscounted(rows: int, planned: int) -> LockstepError:
+def _miscounted(job: Job, rows: int) -> LockstepError:
     return Corrupt(
-        f"the written files hold {rows} rows, but {planned} were planned",
-        hint="nothing was published; export the partition again, and report this with the job's history",
+        f"the written files hold {rows} rows, but {job.plan.rows} were planned",
+        hint=f"nothing was published; {_again(job)}, and report this with the job's history",
     )
 
 

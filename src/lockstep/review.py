@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.config import Config
 from lockstep.errors import ErrorInfo
-from lockstep.job import DATA, DROPPED, LOSERS, REJECTS, RUN, Fingerprint, ImportTerms, Job, Json, StagedFile
+from lockstep.job import (
+    DATA,
+    DROPPED,
+    LOSERS,
+    REJECTS,
+    RUN,
+    Fingerprint,
+    ImportTerms,
+    Job,
+    Json,
+    Kind,
+    StagedFile,
+    State,
+)
 from lockstep.places import COLUMNS, Places, duplicate_row, recall_duplicates, reject_row, winner_of
 from lockstep.secrets import expand
 from lockstep.source import Place, open_frozen
@@ -70,6 +83,17 @@ def tally(job: Job, store: JobStore) -> Tally:
         sum(file.rows for file in data),
         len(data),
     )
+
+
+def summary(job: Job, store: JobStore, config: Config) -> Json | None:
+    """What a completed import has done with its rows; None for any other job.
+
+    Raises: Retryable if the storage does not answer.
+    """
+    if job.kind is not Kind.IMPORT or job.state is not State.COMPLETED:
+        return None
+    counted = tally(job, store)
+    return {**counted.to_json(), "rejects_file": rejects_file(job, config) if counted.rejected else None}
 
 
 def review(job: Job, store: JobStore, config: Config, head: TargetTable | None = None) -> ErrorInfo | None:

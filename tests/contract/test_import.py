@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.types import StringType
 
 from lockstep import importer, review
 from lockstep.errors import Conflict, Invalid
@@ -738,6 +739,18 @@ def test_a_backfill_is_a_sorted_copy_of_one_snapshot(lab: ImportLab) -> None:
     found = [row for file in lab.files("db.by_k") for row in file["id"].to_pylist()]
     assert found == [row[0] for row in in_order(rows)]
     assert job.fingerprint == first.fingerprint
+
+
+def test_an_import_whose_table_was_changed_meanwhile_says_to_import_again(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,2\n")
+    job = lab.plan("a.csv")
+    with lab.table().update_schema() as change:
+        change.add_column("more", StringType())
+    ended = lab.finish(job)
+    assert ended.state is State.FAILED
+    assert ended.error is not None
+    assert ended.error.hint is not None
+    assert "import the files again to plan it for the table as it is now" in ended.error.hint
 
 
 def test_of_two_requests_at_the_same_instant_the_later_one_is_told_of_the_job_that_has_its_file(

@@ -66,23 +66,34 @@ def test_an_import_equals_its_files_for_spark_and_duckdb(
     assert sorted(by_spark["id"].to_pylist()) == [row[0] for row in rows]
 
 
-def test_the_command_works_on_its_import_and_says_what_became_of_it(lab: Lab) -> None:
+def test_the_command_works_on_its_import_and_says_what_became_of_it_as_show_does_later(lab: Lab) -> None:
     case = Case(lab)
-    case.write("a.csv", "id,k", [f"{n},{n % 100}" for n in range(5000)])
+    case.write("a.csv", "id,k", [*(f"{n},{n % 100}" for n in range(5000)), "7,7", "5000,x"])
+    order = ("--sort-by", "k", "--unique", "id", "--on-duplicate", "keep-first")
+    rejects = lab.folder / "rejects.csv"
+    places = ("--max-rejects", "1", "--rejects", str(rejects))
+    schema = lab.folder / "schema.txt"
+    schema.write_text("id long\nk long\n")
     done = lab.document(
-        "import", str(case.folder), case.target, "--create", "--sort-by", "k", "--unique", "id"
+        "import", str(case.folder), case.target, "--create", *order, *places, "--schema", str(schema)
     )
     assert done["jobs"][0]["state"] == "completed"
     assert done["created_table"]
     assert done["summary"] == {
-        "rows_read": 5000,
+        "rows_read": 5002,
         "rows_written": 5000,
-        "rows_rejected": 0,
-        "duplicates": 0,
-        "rejects_file": None,
+        "rows_rejected": 1,
+        "duplicates": 1,
+        "rejects_file": str(rejects),
         "data_files": 1,
         "sortedness": 1.0,
     }
+    job_id = done["jobs"][0]["job_id"]
+    shown = lab.document("show", job_id)["summary"]
+    assert {**shown, "sortedness": 1.0} == done["summary"]
+    page = lab.ok("show", job_id)
+    assert "5,002 read, 5,000 written, 1 rejected, 1 duplicate" in page
+    assert str(rejects) in page
 
 
 def test_a_killed_import_publishes_nothing_and_its_runs_are_deleted(case: Case) -> None:

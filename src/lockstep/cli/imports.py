@@ -18,7 +18,7 @@ from lockstep.cli.running import Interrupted, signals_interrupt, work
 from lockstep.cli.session import INTERRUPTED, Answer, Session, command, nothing_created
 from lockstep.config import parse_duration, parse_size
 from lockstep.errors import Invalid
-from lockstep.job import Job, State
+from lockstep.job import Job
 from lockstep.schema_file import read_schema
 from lockstep.secrets import redact
 from lockstep.view import job_document
@@ -215,16 +215,10 @@ def _skipped(verb: str, skipped: Sequence[SkippedInput]) -> Iterator[Line]:
 
 
 def _summary(session: Session, job: Job) -> dict[str, Any] | None:
-    if job.state is not State.COMPLETED:
-        return None
-    from lockstep.review import rejects_file, sortedness, tally
+    from lockstep.review import sortedness, summary
 
-    counted = tally(job, session.store)
-    return {
-        **counted.to_json(),
-        "rejects_file": rejects_file(job, session.config) if counted.rejected else None,
-        "sortedness": sortedness(job, session.store),
-    }
+    found = summary(job, session.store, session.config)
+    return None if found is None else {**found, "sortedness": sortedness(job, session.store)}
 
 
 def _closing(session: Session, job: Job) -> list[Answer]:

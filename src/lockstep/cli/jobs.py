@@ -26,8 +26,8 @@ from lockstep.cli.render import (
     state_span,
 )
 from lockstep.cli.session import INTERRUPTED, Session, command
-from lockstep.errors import Invalid
-from lockstep.job import HistoryEntry, Job, State
+from lockstep.errors import Invalid, Retryable
+from lockstep.job import HistoryEntry, Job, Json, Kind, State
 from lockstep.runtime import rfc3339
 from lockstep.secrets import redact
 from lockstep.view import eta_s, job_document, progress, rows_per_s
@@ -74,8 +74,23 @@ def show(session: Session, job: JobArgument) -> int:
     found = session.job(job)
     tasks = session.store.tasks(found.job_id)
     history = session.store.history(found.job_id)
-    session.answer(job_document(found, tasks), *job_page(found, tasks, history, session.clock.now()))
+    summary = _summary(session, found)
+    page = job_page(found, tasks, history, session.clock.now(), summary)
+    document = job_document(found, tasks)
+    session.answer({**document, "summary": summary} if found.kind is Kind.IMPORT else document, *page)
     return 0
+
+
+def _summary(session: Session, job: Job) -> Json | None:
+    """What an import has done with its rows, if it is over and all can be asked."""
+    if job.kind is not Kind.IMPORT:
+        return None
+    from lockstep.review import summary
+
+    try:
+        return summary(job, session.store, session.config)
+    except Retryable:
+        return None
 
 
 @command

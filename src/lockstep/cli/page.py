@@ -22,7 +22,7 @@ from lockstep.cli.render import (
     state_span,
 )
 from lockstep.errors import ErrorInfo
-from lockstep.job import HistoryEntry, Job, State, Task, TaskState
+from lockstep.job import HistoryEntry, Job, Json, State, Task, TaskState
 from lockstep.runtime import rfc3339
 from lockstep.secrets import redact
 from lockstep.view import eta_s, progress, rows_per_s, waiting_for_retry
@@ -33,11 +33,17 @@ _NAME: Final = 12
 
 
 def job_page(
-    job: Job, tasks: Sequence[Task], history: Sequence[HistoryEntry], now: float
+    job: Job,
+    tasks: Sequence[Task],
+    history: Sequence[HistoryEntry],
+    now: float,
+    summary: Json | None = None,
 ) -> list[Grid | Line]:
+    """`summary` is what an import has done with its rows."""
     page: list[Grid | Line] = [line(Span(f"Job {job.job_id}", "bold"), "  ", state_span(job.state))]
     page += _facts(job, now)
     page += _progress(job, tasks)
+    page += _imported(summary) if summary else ()
     page += _waiting(job, tasks, history, now)
     page += _error(job)
     open_tasks = [task for task in tasks if task.state is not TaskState.DONE]
@@ -69,6 +75,14 @@ def _facts(job: Job, now: float) -> Iterable[Line]:
     if job.generation > 1:
         yield _fact("generation", f"{job.generation} (it was retried)")
     yield _fact("commit", job.commit_id)
+
+
+def _imported(summary: Json) -> Iterable[Line]:
+    read, written, rejected = (number(summary[f"rows_{what}"]) for what in ("read", "written", "rejected"))
+    duplicates = plural(summary["duplicates"], "duplicate")
+    yield _fact("rows", f"{read} read, {written} written, {rejected} rejected, {duplicates}")
+    if summary["rejects_file"] is not None:
+        yield _fact("rejects", summary["rejects_file"])
 
 
 def _progress(job: Job, tasks: Sequence[Task]) -> Iterable[Line]:
