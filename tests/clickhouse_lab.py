@@ -146,7 +146,12 @@ EXACT: list[tuple[str, str, Any, list[Any]]] = [
     ),
     ("String", "'', 'a\\0b', 'naïve 🎈'", "string", ["", "a\0b", "naïve 🎈"]),
     ("FixedString(4)", "'ab', '\\xff\\xfe'", "fixed[4]", [b"ab\0\0", b"\xff\xfe\0\0"]),
-    ("UUID", f"'{AN_ID}', '{UUID(int=0)}'", "uuid", [UUID(AN_ID), UUID(int=0)]),
+    (
+        "UUID",
+        f"'{AN_ID}', '{UUID(int=0)}', '{UUID(int=2**128 - 1)}'",
+        "uuid",
+        [UUID(AN_ID), UUID(int=0), UUID(int=2**128 - 1)],
+    ),
     ("Date", "'1970-01-01', '2149-06-06'", "date", [date(1970, 1, 1), date(2149, 6, 6)]),
     ("Date32", "'1900-01-01', '2299-12-31'", "date", [date(1900, 1, 1), date(2299, 12, 31)]),
     ("DateTime", "0, 4294967295", "timestamptz", [us("1970-01-01"), us("2106-02-07T06:28:15")]),

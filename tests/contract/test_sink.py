@@ -24,6 +24,7 @@ from lockstep.job import Fingerprint, Json, Kind, Limits, Plan, StagedFile
 from lockstep.runtime import FAILPOINTS_VARIABLE
 from lockstep.sink import Sink
 from lockstep.sink.datafile import DataFileSink, parse_name
+from lockstep.sink.stats import leaves_of
 from lockstep.storage import Storage
 
 UNPARTITIONED: Json = {"spec-id": 0, "fields": []}
@@ -203,6 +204,16 @@ def test_field_ids_and_physical_types_are_those_of_the_specification(tmp_path):
         assert line in text, line
     assert json.loads(parquet.metadata.metadata[b"iceberg.schema"])["fields"] == fields
     assert parquet.metadata.row_group(0).column(1).compression == "ZSTD"
+
+
+def test_the_footer_has_no_range_of_uuids_which_readers_order_differently(tmp_path):
+    fields, batch = every_type()
+    (file,) = pour(sink_for(plan_for(tmp_path, fields)), [batch])
+    group = pq.read_metadata(file.path).row_group(0)
+    for leaf, at in zip(leaves_of(fields), range(group.num_columns), strict=True):
+        assert group.column(at).is_stats_set == (leaf.type != "uuid"), leaf.name
+    uuid_id = next(each["id"] for each in fields if each["type"] == "uuid")
+    assert file.stats["null_value_counts"][str(uuid_id)] == 1
 
 
 def test_what_a_file_says_of_itself_is_true(tmp_path):

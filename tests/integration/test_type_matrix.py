@@ -98,3 +98,11 @@ def test_spark_reads_every_type_exactly(published: str, spark: Any) -> None:
         value = expected[row % len(expected)]
         assert canonical(found["a"]) == canonical(value and value["a"])
         assert canonical(found["u"]) == canonical(value and value["u"])
+
+
+def test_spark_finds_rows_by_uuid(published: str, spark: Any) -> None:
+    name, expected = next((name, expected) for name, kind, _, expected in COLUMNS if kind == "UUID")
+    for uuid in (UUID(int=0), UUID(int=2**128 - 1)):
+        found = spark.query(published, f"SELECT id FROM t WHERE {name} = '{uuid}' ORDER BY id")
+        rows = [row for row in range(ROWS) if expected[row % len(expected)] == uuid]
+        assert found["id"].to_pylist() == rows

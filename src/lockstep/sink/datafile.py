@@ -358,7 +358,7 @@ class _OpenFile:
                 compression="none" if self._options.codec == "uncompressed" else self._options.codec,
                 compression_level=self._options.level,
                 data_page_size=self._options.page_bytes,
-                write_statistics=True,
+                write_statistics=self._shape.with_statistics,
                 store_decimal_as_integer=True,
                 store_schema=False,
                 metadata_collector=self._footers,

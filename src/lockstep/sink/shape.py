@@ -28,6 +28,9 @@ class FileShape:
         self._required = [field["name"] for field in fields if field["required"]]
         self.leaves = leaves_of(fields)
         self.paths = [path for field in schema for path in _paths(field.name, field.type)]
+        pairs = zip(self.paths, self.leaves, strict=True)
+        self.with_statistics = [path for path, leaf in pairs if leaf.in_footer]
+        """The Parquet paths of leaves whose statistics every reader understands."""
 
     @classmethod
     def of(cls, schema: Json, rows: pa.Schema) -> FileShape:

@@ -47,7 +47,7 @@ _PACKED: Final = {
     "double": "<d",
 }
 # Readers disagree on how UUIDs compare (some as signed numbers), and a bound that is read in another order
-# hides rows. The other types have no order at all.
+# hides rows: neither manifests nor footers have one. The other types have no order at all.
 _WITHOUT_BOUNDS: Final = {"unknown", "variant", "geometry", "geography", "uuid"}
 
 
@@ -67,6 +67,11 @@ class Leaf:
     @property
     def kind(self) -> str:
         return re.split(r"[(\[]", self.type, maxsplit=1)[0].strip()
+
+    @property
+    def in_footer(self) -> bool:
+        """Whether the Parquet footer has statistics of it."""
+        return self.kind != "uuid"
 
 
 def leaves_of(fields: Sequence[Json]) -> list[Leaf]:
@@ -173,6 +178,7 @@ class StatsBuilder:
             for leaf in leaves
             if leaf.kind in ("float", "double") and leaf.steps is not None and modes[leaf.field_id].counts
         }
+        self._nulls = {leaf.field_id: 0 for leaf in leaves if leaf.steps is not None and not leaf.in_footer}
         self._long_bounds: dict[tuple[int, int], list[tuple[bytes, bytes]]] = {}
         self._zeros: set[tuple[int, bool]] = set()
 
@@ -181,7 +187,9 @@ class StatsBuilder:
         for leaf in self._leaves:
             if leaf.steps is None:
                 continue
-            if leaf.field_id in self._nans:
+            if leaf.field_id in self._nulls:
+                self._nulls[leaf.field_id] += sum(chunk.null_count for chunk in _values(rows, leaf.steps))
+            elif leaf.field_id in self._nans:
                 for chunk in _values(rows, leaf.steps):
                     self._nans[leaf.field_id] += _count_nans(chunk)
                     self._zeros |= {(leaf.field_id, negative) for negative in _signs_of_zero_ends(chunk)}
@@ -224,7 +232,11 @@ class StatsBuilder:
         if leaf.steps is None:
             return
         stats["value_counts"][key] = sum(chunk.num_values for chunk in chunks)
-        stats["null_value_counts"][key] = sum(chunk.statistics.null_count for chunk in chunks)
+        stats["null_value_counts"][key] = (
+            sum(chunk.statistics.null_count for chunk in chunks)
+            if leaf.in_footer
+            else self._nulls[leaf.field_id]
+        )
         if not mode.bounds or leaf.kind in _WITHOUT_BOUNDS:
             return
         bounds = [bound for at, chunk in enumerate(chunks) for bound in self._chunk_bounds(leaf, at, chunk)]
