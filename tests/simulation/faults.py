@@ -96,8 +96,6 @@ COUNTS = {
     "expiries": 3,
     "schema_changes": 1,
 }
-RARE = {"replaced_tables": 0.2, "schema_changes": 0.5, "kill_before_commit": 0.4, "source_corrupt": 0.5}
-"""How much less often than the others: they end so many jobs that little else would be seen."""
 
 
 def draw_faults(source: random.Random) -> Faults:

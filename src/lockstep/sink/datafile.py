@@ -7,7 +7,6 @@ attempt can overwrite another's file. Memory is bounded by bytes: rows are buffe
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -39,8 +38,6 @@ DISTINCT_SHARE: Final = 0.25
 
 _CODECS: Final = {"zstd", "snappy", "gzip", "lz4", "brotli", "uncompressed"}
 _CODECS_WITH_LEVEL: Final = {"zstd", "gzip", "brotli"}
-# Iceberg's layout for object storage may put a hash of the name before it.
-_NAME: Final = re.compile(r"(?:[01]{8}-)?lockstep-([0-9a-f]+)-([a-z]+)-(\d+)-(\d+)-(\d+)\.parquet")
 
 
 class DataFileSink:
@@ -165,14 +162,6 @@ def data_url(plan: Plan, values: Sequence[Any], name: str) -> str:
 def data_root(properties: Mapping[str, Any], location: str) -> str:
     """The folder below which a table's data files lie."""
     return str(properties.get("write.data.path") or f"{location.rstrip('/')}/data").rstrip("/")
-
-
-def parse_name(url: str) -> tuple[str, str, int, int, int] | None:
-    """Job, stage, task, epoch and sequence of a data file of ours; None for anybody else's file."""
-    match = _NAME.fullmatch(url.rpartition("/")[2])
-    if match is None:
-        return None
-    return match[1], match[2], int(match[3]), int(match[4]), int(match[5])
 
 
 def _is_true(value: Any) -> bool:

@@ -21,7 +21,6 @@ from lockstep.errors import Corrupt
 
 Data = bytes | bytearray
 Offsets = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
 
 NEWLINE: Final = 0x0A
 RETURN: Final = 0x0D
