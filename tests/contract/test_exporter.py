@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import load_catalog
+from pyiceberg.catalog.sql import IcebergNamespaceProperties, IcebergTables, SqlCatalog
 from pyiceberg.types import StringType
 
 from lockstep.errors import Conflict, Invalid, LockstepError, Retryable
@@ -21,6 +22,8 @@ from lockstep.job import State, TaskSpec
 from lockstep.source import Pin
 from lockstep.source.parquet import ParquetSource
 from tests.shop import TARGET, Shop
+
+CATALOG_TABLES = (IcebergTables, IcebergNamespaceProperties)
 
 
 @pytest.fixture
@@ -106,6 +109,21 @@ def test_two_requests_that_create_the_table_leave_it_to_the_one_that_has_a_job(s
         catalog = load_catalog("lake", **shop.config.catalogs["lake"])
         catalog.drop_table("db.t")
         catalog.drop_namespace("db")
+
+
+def test_a_new_catalog_is_opened_although_others_make_each_of_its_tables_first(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [IcebergTables.metadata.tables[table.__tablename__] for table in CATALOG_TABLES]
+
+    def after_another(catalog: SqlCatalog) -> None:
+        table = left.pop(0)
+        table.create(catalog.engine)
+        table.create(catalog.engine)
+
+    monkeypatch.setattr(SqlCatalog, "create_tables", after_another)
+    assert shop.export(everything=True).state is State.COMPLETED
+    assert left == []
 
 
 def test_a_replace_takes_the_rows_of_a_first_job_that_was_in_flight_only_once(shop: Shop) -> None:

@@ -231,7 +231,7 @@ def test_an_executor_that_waits_for_the_store_is_not_silent(room: Room) -> None:
 def test_an_executor_that_is_silent_is_given_up(room: Room) -> None:
     room.store.create([job()])
     room.begin()
-    room.wait(120)
+    room.wait(35)
     (task,) = room.store.tasks("j1")
     assert task.state is TaskState.WAITING
     assert task.error is not None
@@ -243,7 +243,7 @@ def test_neighbours_of_a_task_that_was_forced_to_stop_lose_no_attempt(room: Room
     room.store.create([job(tasks=2)])
     room.worker._round()
     silent, neighbour = (Lease(**room.ask("begin", lease)["lease"]) for lease in list(room.engine.leases))
-    room.wait(40, neighbour)
+    room.wait(35, neighbour)
     room.engine.end_wave(RuntimeError("cancelled"))
     attempts = {task.index: task.attempts for task in room.store.tasks("j1")}
     assert attempts == {silent.index: 1, neighbour.index: 0}

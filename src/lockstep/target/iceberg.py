@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 SCHEME: Final = "iceberg://"
 NEWEST_FORMAT: Final = 2
 STAT_THREADS: Final = 16
+CATALOG_TABLES: Final = 2
+"""Which PyIceberg's SQL catalog makes for itself."""
 NEW_TABLE: Final = {"format-version": str(NEWEST_FORMAT), "write.parquet.compression-codec": "zstd"}
 
 _NO_RIGHT: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -325,11 +327,14 @@ class IcebergTarget:
         if self._properties.get("type") == catalog_fs.TYPE:
             storage = Storage(with_catalog(self._storage, self._properties))
             return catalog_fs.FileSystemCatalog(self._catalog_name, storage, self._clock, **properties)
-        try:
-            return load_catalog(self._catalog_name, **properties)
-        except (OperationalError, ProgrammingError, IntegrityError):
-            # Whoever comes first makes the catalog's own tables: the second of two finds them there.
-            return load_catalog(self._catalog_name, **properties)
+        for _ in range(CATALOG_TABLES):
+            try:
+                return load_catalog(self._catalog_name, **properties)
+            except (OperationalError, ProgrammingError, IntegrityError) as error:
+                # Whoever comes first makes the catalog's own tables: another may be first for each of them.
+                if "already exists" not in str(error):
+                    break
+        return load_catalog(self._catalog_name, **properties)
 
     def _loaded(self, table: Table) -> TargetTable:
         self._io = table.io
