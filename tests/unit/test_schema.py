@@ -333,6 +333,13 @@ def test_a_partition_key_without_counterpart_is_refused_with_what_to_do():
         derive(table(column("s", "string"), partitioning=[SourceField("s", "month")]))
 
 
+def test_a_partition_key_that_spark_cannot_read_is_refused():
+    with pytest.raises(Invalid, match=r'partitioned by "f" \(fixed\[2\]\), and Spark'):
+        derive(table(column("f", "fixed[2]"), partitioning=[SourceField("f")]))
+    _, spec, _ = derive(table(column("f", "fixed[2]"), partitioning=[SourceField("f", "bucket[4]")]))
+    assert [one["transform"] for one in spec["fields"]] == ["bucket[4]"]
+
+
 def test_columns_without_an_exact_type_are_derived_only_with_permission():
     wide = SourceColumn("c", "Decimal(76, 1)", None, False, "double", "Iceberg holds 38 digits")
     odd = SourceColumn("d", "Nothing", None, False, None, "it holds nothing")
