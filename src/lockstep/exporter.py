@@ -153,6 +153,8 @@ def absolute_address(address: str) -> str:
     scheme, colon, rest = address.partition(":")
     if scheme not in {"chdb", "parquet"} or "://" in address or not colon:
         return address
+    if scheme == "chdb" and len(Path(rest).parts) < 3:
+        raise Invalid(f'"{address}" is not chdb:PATH/db/table', hint="example: chdb:./data/shop/events")
     return f"{scheme}:{Path(rest).expanduser().absolute()}"
 
 
@@ -185,17 +187,28 @@ def _select(infos: Sequence[PartitionInfo], request: ExportRequest, table: Sourc
         return [_whole(info) for info in infos]
     if request.partitions:
         return [_whole(_named(known, name, table)) for name in dict.fromkeys(request.partitions)]
-    by_part = {part.name: (info, part.piece) for info in infos for part in info.parts}
-    chosen = []
-    for name in dict.fromkeys(request.parts):
-        if name not in by_part:
-            raise Invalid(
-                f"{table.name} has no active part {name}",
-                hint="merges rename parts: `lockstep partitions SOURCE --parts` lists those of now",
-            )
-        info, piece = by_part[name]
-        chosen.append(Selection(info, False, (piece,)))
-    return chosen
+    by_part: dict[str, list[Selection]] = {}
+    for info in infos:
+        for part in info.parts:
+            for name in (part.name, f"{info.partition_id}/{part.name}"):
+                by_part.setdefault(name, []).append(Selection(info, False, (part.piece,)))
+    chosen = [_part(by_part.get(name, []), name, table) for name in request.parts]
+    return list({(one.partition.partition_id, one.pieces): one for one in chosen}.values())
+
+
+def _part(found: Sequence[Selection], name: str, table: SourceTable) -> Selection:
+    if not found:
+        raise Invalid(
+            f"{table.name} has no active part {name}",
+            hint="`lockstep partitions SOURCE --parts` lists those of now; merges and rewrites rename them",
+        )
+    if len(found) > 1:
+        partitions = ", ".join(one.partition.partition_id for one in found[:8])
+        raise Invalid(
+            f"{table.name} has a part {name} in several partitions: {partitions}" + ", …" * (len(found) > 8),
+            hint=f"say in which: --part {found[0].partition.partition_id}/{name}",
+        )
+    return found[0]
 
 
 def _whole(info: PartitionInfo) -> Selection:

@@ -42,6 +42,18 @@ def test_replace_of_one_part_never_takes_the_rows_of_another(shop: Shop) -> None
     assert shop.rows() == [12, 20, 21, 30, 31]
 
 
+def test_a_part_whose_name_is_in_several_partitions_is_not_guessed(shop: Shop) -> None:
+    for number in (1, 2):
+        (shop.folder / "hive" / f"x={number}").mkdir(parents=True)
+        pq.write_table(pa.table({"a": [number]}), shop.folder / "hive" / f"x={number}" / "p.parquet")
+    with pytest.raises(Invalid, match=r"has a part p\.parquet in several partitions: x=1, x=2") as caught:
+        shop.ask("hive", parts=("p.parquet",))
+    assert caught.value.hint == "say in which: --part x=1/p.parquet"
+    (job,) = shop.ask("hive", parts=("x=1/p.parquet", "x=1/p.parquet")).jobs
+    shop.run(job)
+    assert shop.rows() == [1]
+
+
 def test_replace_finds_what_a_forgotten_job_has_published(shop: Shop) -> None:
     first = shop.export(everything=True)
     shop.store.released(first.job_id)

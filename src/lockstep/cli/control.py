@@ -31,7 +31,9 @@ def kill(
     """Kill jobs: nothing of them is published, now or later. A commit that has landed stays."""
     chosen = _chosen(session, job or [], where or [])
     killed = [_kill(session, each) for each in chosen]
-    lines = [_kill_answer(each) for each in killed] or [line("no job to kill")]
+    lines = [_kill_answer(each) for each in killed] or [
+        line("no live job is like that; a failed one is given up by its id: lockstep kill JOB")
+    ]
     session.answer({"jobs": [job_document(each) for each in killed]}, *lines)
     return 1 if any(each.state in (State.COMPLETED, State.FAILED) for each in killed) else 0
 
