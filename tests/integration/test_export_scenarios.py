@@ -357,7 +357,7 @@ def test_the_python_api_exports_a_parquet_folder_on_the_session_of_its_program(
         env={**os.environ, "PYSPARK_PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=270,
         check=False,
     )
     assert done.returncode == 0, done.stderr
