@@ -22,7 +22,8 @@ from lockstep.schema import derive, match_columns
 from lockstep.source import Chunk, Pin
 from lockstep.source.chdb_launch import Room, connect
 from lockstep.source.clickhouse import ClickHouseSource
-from lockstep.source.clickhouse_http import Endpoint, Server
+from lockstep.source.clickhouse_address import Endpoint
+from lockstep.source.clickhouse_http import Server
 from lockstep.source.clickhouse_types import quote_name
 
 LENIENT = {
@@ -59,8 +60,7 @@ class Chdb:
         return ClickHouseSource(address, self.config)
 
     def endpoint(self) -> Endpoint:
-        found = connect(self.folder)
-        return Endpoint(found.host, found.port, found.user, found.password)
+        return connect(self.folder)
 
     def tables(self, database: str = "shop") -> set[str]:
         rows = self.server.values(f"SELECT name FROM system.tables WHERE database = '{database}'")

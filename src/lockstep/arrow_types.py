@@ -449,6 +449,19 @@ def _whole_microseconds(array: pa.Array) -> pa.Array:
     return pc.floor_temporal(array.view(pa.timestamp("ns")), unit="microsecond").view(array.type)
 
 
+def plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One array of the plain type of a column: no chunks, no extension, no dictionary."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column
+
+
 def is_list(kind: pa.DataType) -> bool:
     return bool(
         pa.types.is_list(kind)

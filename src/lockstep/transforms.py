@@ -125,16 +125,14 @@ def column_at(batch: pa.RecordBatch, path: Sequence[str]) -> pa.Array:
     """The column at the end of a way through structs; NULLs for no way at all."""
     import pyarrow as pa
 
+    from lockstep.arrow_types import plain
+
     if not path:
         return pa.nulls(batch.num_rows)
     column = batch.column(path[0])
     for name in path[1:]:
         column = _child(column, name)
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    return column
+    return plain(column)
 
 
 def _child(column: pa.StructArray, name: str) -> pa.Array:

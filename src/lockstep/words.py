@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from lockstep.arrow_types import plain
 from lockstep.errors import Corrupt
 
 Words = npt.NDArray[np.uint64]
@@ -61,15 +62,8 @@ _HEAD_MASKS: Final = np.array(
 
 
 def _column(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One array of the plain type of a column: no chunks, no dictionary, no extension."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):
-            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    """As `plain`, and no views."""
+    column = plain(column)
     if pa.types.is_string_view(column.type) or pa.types.is_binary_view(column.type):
         column = column.cast(pa.large_binary())
     return column

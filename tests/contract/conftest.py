@@ -10,7 +10,7 @@ from lockstep.job import Json
 from lockstep.source import Pin
 from lockstep.source.chdb_launch import connect
 from lockstep.source.clickhouse import ClickHouseSource
-from lockstep.source.clickhouse_http import Endpoint, Server
+from lockstep.source.clickhouse_http import Server
 from lockstep.source.clickhouse_types import quote_name
 from tests.clickhouse_lab import NUMBERS, Chdb
 
@@ -21,11 +21,7 @@ def chdb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chdb]:
     root = tmp_path_factory.mktemp("chdb")
     folder = root / "data"
 
-    def find() -> Endpoint:
-        found = connect(folder, create=True)
-        return Endpoint(found.host, found.port, found.user, found.password)
-
-    server = Server(find)
+    server = Server(lambda: connect(folder, create=True))
     server.run("CREATE DATABASE shop")
     ready = Chdb(folder, server, Config(root, "", {}, {}, {}))
     yield ready

@@ -100,7 +100,7 @@ def test_the_job_goes_on_after_the_embedded_server_was_killed(tmp_path: Path) ->
 
     folder = tmp_path / "data"
     connect(folder, create=True)
-    other = Chdb(folder, Server(lambda: _endpoint(folder)), Config(tmp_path, "", {}, {}, {}))
+    other = Chdb(folder, Server(lambda: connect(folder)), Config(tmp_path, "", {}, {}, {}))
     other.run("CREATE DATABASE shop")
     other.run("CREATE TABLE shop.t (id UInt32) ENGINE = MergeTree ORDER BY id")
     for i in range(4):
@@ -120,14 +120,6 @@ def test_the_job_goes_on_after_the_embedded_server_was_killed(tmp_path: Path) ->
     assert [chunk.position for chunk in again] == [chunk.position for chunk in rest]
     source.unpin(pin.detail, 30)
     other.stop()
-
-
-def _endpoint(folder: Path) -> Any:
-    from lockstep.source.chdb_launch import connect
-    from lockstep.source.clickhouse_http import Endpoint
-
-    found = connect(folder)
-    return Endpoint(found.host, found.port, found.user, found.password)
 
 
 def _address(chdb: Chdb, table: str = "t", database: str = "shop", **changes: Any) -> str:

@@ -26,7 +26,8 @@ from clickhouse_connect.driver.exceptions import DatabaseError, StreamFailureErr
 from urllib3.exceptions import ProtocolError
 
 from lockstep.errors import Invalid, Retryable
-from lockstep.source.chdb_launch import Card, Endpoint, Room, connect
+from lockstep.source.chdb_launch import Card, Room, connect
+from lockstep.source.clickhouse_address import Endpoint
 
 pytestmark = pytest.mark.servers
 

@@ -237,10 +237,10 @@ def clickhouse_of(room: Path) -> Path:
 
 def _fill(room: Path, rows: int) -> None:
     from lockstep.source.chdb_launch import connect
-    from lockstep.source.clickhouse_http import Endpoint, Server
+    from lockstep.source.clickhouse_http import Server
 
     found = connect(clickhouse_of(room), create=True)
-    server = Server(lambda: Endpoint(found.host, found.port, found.user, found.password))
+    server = Server(lambda: found)
     try:
         server.run("CREATE DATABASE shop")
         server.run(CREATE)

@@ -180,10 +180,10 @@ def _jobs(config: Config) -> list[Job]:
 
 def _source_sums(clickhouse: Path) -> dict[str, Sums]:
     from lockstep.source.chdb_launch import connect
-    from lockstep.source.clickhouse_http import Endpoint, Server
+    from lockstep.source.clickhouse_http import Server
 
     found = connect(clickhouse)
-    server = Server(lambda: Endpoint(found.host, found.port, found.user, found.password))
+    server = Server(lambda: found)
     try:
         rows = server.values(CLICKHOUSE_SUMS)
     finally:

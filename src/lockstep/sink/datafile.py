@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lockstep.arrow_types import plain
 from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import Fingerprint, Json, Plan, StagedFile
@@ -371,17 +372,12 @@ def low_cardinality(rows: pa.Table, paths: Sequence[str]) -> list[str]:
     """The Parquet columns that a dictionary makes smaller and faster, judged by a sample of the rows."""
     if rows.num_rows > SAMPLE_ROWS:
         rows = rows.take(pa.array(np.linspace(0, rows.num_rows - 1, SAMPLE_ROWS, dtype=np.int64)))
-    leaves = [leaf for column in rows.columns for leaf in _leaf_arrays(column.combine_chunks())]
+    leaves = [leaf for column in rows.columns for leaf in _leaf_arrays(column)]
     return [path for path, leaf in zip(paths, leaves, strict=True) if _is_repetitive(leaf)]
 
 
-def _leaf_arrays(array: pa.Array) -> list[pa.Array]:
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.nulls(0, array.type)
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+def _leaf_arrays(array: pa.Array | pa.ChunkedArray) -> list[pa.Array]:
+    array = plain(array)
     if pa.types.is_struct(array.type):
         return [leaf for child in array.flatten() for leaf in _leaf_arrays(child)]
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):

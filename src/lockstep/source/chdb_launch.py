@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from lockstep.errors import Invalid, Retryable
 from lockstep.runtime import SYSTEM_CLOCK, Clock
+from lockstep.source.clickhouse_address import Endpoint
 
 HOST: Final = "127.0.0.1"
 USER: Final = "default"
@@ -44,16 +45,6 @@ _STARTER_PATIENCE_S: Final = 5.0
 _ROOM: Final = ".lockstep-server"
 # chDB takes its own marks away when it closes a folder without tables; ours stays.
 _MARKS_OF_CHDB: Final = ("metadata", "store", "status", _ROOM)
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where clickhouse-connect finds a data folder. It serves this machine only."""
-
-    host: str
-    port: int
-    user: str
-    password: str = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from lockstep.errors import LockstepError, Retryable
 from lockstep.runtime import SYSTEM_CLOCK, Clock, new_secret
 from lockstep.source.chdb_engine import Engine, EngineError, Execution
 from lockstep.source.chdb_http import HttpServer
-from lockstep.source.chdb_launch import HOST, IDLE_S, Card, Endpoint, Room, connect
+from lockstep.source.chdb_launch import HOST, IDLE_S, Card, Room, connect
 
-__all__ = ["Endpoint", "connect", "main", "serve"]
+__all__ = ["connect", "main", "serve"]
 
 log = logging.getLogger("lockstep.chdb_server")
 

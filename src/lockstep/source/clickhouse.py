@@ -14,8 +14,8 @@ from lockstep.errors import Invalid
 from lockstep.job import ColumnMap, Json, Position, TaskSpec
 from lockstep.source import Chunk, FoundPin, PartitionInfo, Pin, SourceColumn, SourceTable
 from lockstep.source.chdb_launch import START_TIMEOUT_S, connect
-from lockstep.source.clickhouse_address import Place, parse_address
-from lockstep.source.clickhouse_http import Endpoint, Server, ServerError, told
+from lockstep.source.clickhouse_address import Endpoint, Place, parse_address
+from lockstep.source.clickhouse_http import Server, ServerError, told
 from lockstep.source.clickhouse_keys import engine_clauses, granule_rows, partition_fields, sorting_fields
 from lockstep.source.clickhouse_pin import (
     Part,
@@ -62,8 +62,7 @@ class ClickHouseSource:
         """Where the server is; an embedded one that does not run is started."""
         if self._place.endpoint is not None:
             return self._place.endpoint
-        found = connect(self._place.folder or Path(), timeout_s=timeout_s)
-        return Endpoint(found.host, found.port, found.user, found.password)
+        return connect(self._place.folder or Path(), timeout_s=timeout_s)
 
     # What is there
 

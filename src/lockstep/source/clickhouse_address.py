@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, unquote
 
 from lockstep.errors import Invalid
-from lockstep.source.clickhouse_http import Endpoint
 
 _ADDRESS: Final = re.compile(
     r"(?P<scheme>clickhouses?)://(?:(?P<user>[^:@/]*)(?::(?P<password>.*))?@)?"
     r"(?P<host>\[[^\]]+\]|[^:/@\[\]]+)(?::(?P<port>\d+))?/(?P<database>[^/]+)/(?P<table>[^/]+)",
     re.DOTALL,
 )
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a ClickHouse server listens, and as whom it is asked."""
+
+    host: str
+    port: int
+    user: str
+    password: str = field(repr=False)
+    secure: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)

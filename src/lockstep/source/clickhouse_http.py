@@ -10,10 +10,10 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
+from lockstep.source.clickhouse_address import Endpoint
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,19 +53,6 @@ class ServerError(Exception):
     @property
     def damaged(self) -> bool:
         return self.code in _DAMAGED
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    host: str
-    port: int
-    user: str
-    password: str = field(repr=False)
-    secure: bool = False
-
-    @property
-    def label(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 class Server:

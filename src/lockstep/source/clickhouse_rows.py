@@ -22,6 +22,7 @@ from lockstep.source.clickhouse_types import (
     quote_name,
     quote_text,
 )
+from lockstep.source.pieces import gathered
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -102,19 +103,9 @@ class PinnedRows:
         return pa.concat_tables([found, pa.Table.from_arrays(values, schema=found.schema)])
 
     def tasks(self, task_bytes: int) -> list[TaskSpec]:
-        tasks: list[TaskSpec] = []
-        segments: list[list[Any]] = []
-        held_bytes = 0
-        for part in self._pin["parts"]:
-            for segment, size_bytes in self._segments(part, task_bytes):
-                if segments and held_bytes + size_bytes > task_bytes:
-                    tasks.append(_task(segments, held_bytes))
-                    segments, held_bytes = [], 0
-                segments.append(segment)
-                held_bytes += size_bytes
-        if segments or not tasks:
-            tasks.append(_task(segments, held_bytes))
-        return tasks
+        """Tasks are runs of ranges; a pin without rows makes one task without ranges."""
+        segments = (each for part in self._pin["parts"] for each in self._segments(part, task_bytes))
+        return [_task(*some) for some in gathered(segments, task_bytes)] or [_task([], 0)]
 
     def _segments(self, part: Json, task_bytes: int) -> Iterator[tuple[list[Any], int]]:
         """Ranges of a part, `[part, from, to, rows that are there]`, each with its bytes."""

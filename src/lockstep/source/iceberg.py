@@ -30,6 +30,7 @@ from lockstep.source.extent import bounds_of, distinct
 from lockstep.source.files_fit import shown_row
 from lockstep.source.iceberg_rows import FileReader, Rows
 from lockstep.source.iceberg_scan import ScanFile, equality_fields, scan_files
+from lockstep.source.pieces import gathered
 from lockstep.storage import Storage
 from lockstep.target.iceberg import IcebergTarget, parse_address
 
@@ -115,19 +116,9 @@ class IcebergSource:
     def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
         """Tasks are runs of files and row groups: a large file makes several, small files share one."""
         names = {part.name for part in pin.parts}
-        tasks: list[TaskSpec] = []
-        pieces: list[Json] = []
-        size_bytes = 0
-        for file in self._files:
-            if self._part_name(file) not in names:
-                continue
-            for piece, piece_bytes in self._pieces(file, task_bytes):
-                if pieces and size_bytes + piece_bytes > task_bytes:
-                    tasks.append(_task(pieces, size_bytes))
-                    pieces, size_bytes = [], 0
-                pieces.append(piece)
-                size_bytes += piece_bytes
-        return [*tasks, _task(pieces, size_bytes)] if pieces else tasks
+        files = [file for file in self._files if self._part_name(file) in names]
+        pieces = (each for file in files for each in self._pieces(file, task_bytes))
+        return [_task(*some) for some in gathered(pieces, task_bytes)]
 
     def read(
         self,

@@ -28,6 +28,7 @@ from lockstep.source.parquet_layout import (
     list_data_files,
     read_layout,
 )
+from lockstep.source.pieces import gathered
 from lockstep.storage import Storage
 from lockstep.storage.file import StoredFile
 
@@ -98,29 +99,17 @@ class ParquetSource:
 
     def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
         """Tasks are runs of row groups: a large file makes several, small files share one."""
-        files = self._pinned_files(pin.detail)
-        tasks: list[TaskSpec] = []
-        pieces: list[list[int]] = []
-        rows = size_bytes = 0
+        groups = self._sized_groups(self._pinned_files(pin.detail))
+        return [_task(*some) for some in gathered(groups, task_bytes)]
+
+    def _sized_groups(self, files: Sequence[StoredFile]) -> Iterator[tuple[tuple[int, int, int], int]]:
+        """Each row group that has rows, as file, number and rows, with its share of the stored bytes."""
         for index, file in enumerate(files):
             footer = self._footer(file)
             decoded = sum(group_bytes for _, group_bytes in footer.groups) or 1
             for number, (group_rows, group_bytes) in enumerate(footer.groups):
-                if group_rows == 0:
-                    continue
-                stored = file.size_bytes * group_bytes // decoded
-                if pieces and size_bytes + stored > task_bytes:
-                    tasks.append(TaskSpec({"pieces": pieces}, rows, size_bytes))
-                    pieces, rows, size_bytes = [], 0, 0
-                if pieces and pieces[-1][0] == index and pieces[-1][2] == number:
-                    pieces[-1][2] = number + 1
-                else:
-                    pieces.append([index, number, number + 1])
-                rows += group_rows
-                size_bytes += stored
-        if pieces:
-            tasks.append(TaskSpec({"pieces": pieces}, rows, size_bytes))
-        return tasks
+                if group_rows:
+                    yield (index, number, group_rows), file.size_bytes * group_bytes // decoded
 
     def read(
         self,
@@ -273,6 +262,17 @@ class _Reader:
             yield row, conform(_with_path_columns(natural, in_path, fresh), self._columns)
         if row != rows:
             raise pa.ArrowInvalid(f"row group {group} delivered {row} of {rows} rows")
+
+
+def _task(groups: Sequence[tuple[int, int, int]], size_bytes: int) -> TaskSpec:
+    """A task of row groups; those that follow each other in a file are one piece."""
+    pieces: list[list[int]] = []
+    for index, number, _ in groups:
+        if pieces and pieces[-1][0] == index and pieces[-1][2] == number:
+            pieces[-1][2] = number + 1
+        else:
+            pieces.append([index, number, number + 1])
+    return TaskSpec({"pieces": pieces}, sum(rows for _, _, rows in groups), size_bytes)
 
 
 def _with_path_columns(batch: pa.RecordBatch, in_path: dict[str, pa.Scalar], rows: int) -> pa.RecordBatch:

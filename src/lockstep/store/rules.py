@@ -24,7 +24,9 @@ from lockstep.job import (
     Event,
     Fingerprint,
     Holding,
+    Job,
     Json,
+    Kind,
     Lease,
     Piece,
     Plan,
@@ -102,6 +104,48 @@ class Frozen:
     def from_json(cls, raw: Json) -> Frozen:
         """Raises: Incompatible for a newer format; whatever damage makes of it: ValueError, KeyError, …"""
         return cls(Plan.from_json(raw["plan"]), holding_from_json(raw["holding"]), frozenset(raw["beside"]))
+
+
+def as_job(
+    row: Any,
+    frozen: Frozen,
+    workers: set[str],
+    retrying: int,
+    now: float,
+    error: ErrorInfo | None,
+    fingerprint: Fingerprint,
+) -> Job:
+    """A job as its store's `row` tells it; the names there are those of the job."""
+    committer = row.commit_owner if row.state == State.COMMITTING and row.commit_free_at > now else None
+    return Job(
+        job_id=row.job_id,
+        request_id=row.request_id,
+        kind=Kind(row.kind),
+        state=State(row.state),
+        generation=row.generation,
+        plan=frozen.plan,
+        holding=frozen.holding,
+        stage=row.stage,
+        tasks_total=row.tasks_total,
+        tasks_done=row.tasks_done,
+        tasks_waiting_for_retry=retrying,
+        rows_done=row.rows_done,
+        bytes_done=row.bytes_done,
+        files=row.files,
+        attempts=row.attempts,
+        created_at=row.created_at,
+        updated_at=row.updated_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        snapshot_id=row.snapshot_id,
+        workers=tuple(sorted(workers | ({committer} if committer is not None else set()))),
+        kill_requested=bool(row.kill_requested),
+        released=bool(row.released),
+        commit_started_at=row.commit_started_at,
+        commit_attempts=row.commit_attempts,
+        error=error,
+        fingerprint=fingerprint if row.stage == row.last_stage else None,
+    )
 
 
 def holding_from_json(raw: Json) -> Holding:

@@ -16,7 +16,7 @@ from lockstep.store.rules import Frozen, missing_tasks
 from lockstep.store.sql_database import Offer, verb
 from lockstep.store.sql_offers import GHOSTS, candidates, in_turns
 from lockstep.store.sql_records import IS_LEASED, Records
-from lockstep.store.sql_rows import JobRow, as_job, as_task, error_text, lost_progress, saved
+from lockstep.store.sql_rows import JobRow, as_task, error_text, job_of, lost_progress, saved
 from lockstep.store.sql_schema import jobs, tasks
 
 # Without a condition on the time: with one, SQLite would walk through the index of all open tasks.
@@ -123,7 +123,7 @@ class ClaimVerb(Records):
         """Lease tasks of one offer."""
         now = self._db.now(conn)
         retried = sum(task.state == TaskState.WAITING and task.free_at > 0 for task in taken)
-        job = as_job(offer.job, plan, {*offer.owners, worker}, offer.retrying - retried, now)
+        job = job_of(offer.job, plan, {*offer.owners, worker}, offer.retrying - retried, now)
         for task in taken:
             lease = self._lease(conn, task, worker, now + lease_s)
             yield Claim(lease, job, _as_leased(task, lease, now + lease_s))

@@ -28,7 +28,7 @@ from lockstep.job import Event, Job, State, TaskState, after
 from lockstep.store.recent import Recent
 from lockstep.store.rules import Frozen, missing_plan, no_such_job
 from lockstep.store.sql_database import TIME, Database
-from lockstep.store.sql_rows import JobRow, as_job, saved, thawed
+from lockstep.store.sql_rows import JobRow, job_of, saved, thawed
 from lockstep.store.sql_schema import history, jobs, plans, tasks
 
 _LOG: Final = logging.getLogger("lockstep.store")
@@ -131,7 +131,7 @@ class Records:
                 self._warn(row.job_id, known)
             else:
                 busy = workers.get(row.job_id, set())
-                found.append(as_job(row, known, busy, retrying.get(row.job_id, 0), now))
+                found.append(job_of(row, known, busy, retrying.get(row.job_id, 0), now))
         return found
 
     def _activity(

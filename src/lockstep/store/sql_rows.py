@@ -10,8 +10,8 @@ from typing import Any
 from sqlalchemy import Row
 
 from lockstep.errors import ErrorInfo, Incompatible, LockstepError
-from lockstep.job import Fingerprint, Holding, Job, Kind, State, Task, TaskState
-from lockstep.store.rules import Frozen, damaged_plan, dumps, holding_from_json
+from lockstep.job import Fingerprint, Holding, Job, Task, TaskState
+from lockstep.store.rules import Frozen, as_job, damaged_plan, dumps, holding_from_json
 
 
 class JobRow(SimpleNamespace):
@@ -69,37 +69,8 @@ def as_task(row: Row[Any]) -> Task:
     )
 
 
-def as_job(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying: int, now: float) -> Job:
-    committer = row.commit_owner if row.state == State.COMMITTING and row.commit_free_at > now else None
-    return Job(
-        job_id=row.job_id,
-        request_id=row.request_id,
-        kind=Kind(row.kind),
-        state=State(row.state),
-        generation=row.generation,
-        plan=frozen.plan,
-        holding=frozen.holding,
-        stage=row.stage,
-        tasks_total=row.tasks_total,
-        tasks_done=row.tasks_done,
-        tasks_waiting_for_retry=retrying,
-        rows_done=row.rows_done,
-        bytes_done=row.bytes_done,
-        files=row.files,
-        attempts=row.attempts,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        snapshot_id=row.snapshot_id,
-        workers=tuple(sorted(workers | ({committer} if committer is not None else set()))),
-        kill_requested=bool(row.kill_requested),
-        released=bool(row.released),
-        commit_started_at=row.commit_started_at,
-        commit_attempts=row.commit_attempts,
-        error=as_error(row.error),
-        fingerprint=as_fingerprint(row.fingerprint) if row.stage == row.last_stage else None,
-    )
+def job_of(row: Row[Any] | JobRow, frozen: Frozen, workers: set[str], retrying: int, now: float) -> Job:
+    return as_job(row, frozen, workers, retrying, now, as_error(row.error), as_fingerprint(row.fingerprint))
 
 
 def as_error(raw: str | None) -> ErrorInfo | None:

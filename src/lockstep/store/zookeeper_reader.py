@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from lockstep.errors import Corrupt, ErrorInfo, LockstepError
-from lockstep.job import Job, Kind, State, TaskSpec, TaskState
+from lockstep.job import Job, TaskSpec, TaskState
 from lockstep.runtime import Clock
 from lockstep.store.recent import Recent
-from lockstep.store.rules import Frozen, damaged_plan, missing_plan, no_such_job
+from lockstep.store.rules import Frozen, as_job, damaged_plan, missing_plan, no_such_job
 from lockstep.store.zookeeper_edit import Ghost, Seen
 from lockstep.store.zookeeper_layout import (
     Layout,
@@ -186,7 +186,10 @@ class Reader:
             if isinstance(known, LockstepError):
                 self._warn(record.job_id, known)
             else:
-                found.append(_as_job(record, known, workers[record.job_id], now))
+                waiting = sum(about[1] for about in record.open.values())
+                error = ErrorInfo.from_json(record.error)
+                whole = fingerprint_of(record)
+                found.append(as_job(record, known, workers[record.job_id], waiting, now, error, whole))
         return found
 
     def _workers(self, records: Sequence[Record], now: float) -> dict[str, set[str]]:
@@ -213,37 +216,3 @@ def _thawed(job_id: str, blob: bytes | None) -> Frozen | LockstepError:
         return Frozen.from_json(unpacked(blob))
     except (LockstepError, *DAMAGE) as error:
         return damaged_plan(job_id, error)
-
-
-def _as_job(record: Record, frozen: Frozen, workers: set[str], now: float) -> Job:
-    committing = record.state == State.COMMITTING and record.commit_free_at > now
-    committer = record.commit_owner if committing else None
-    return Job(
-        job_id=record.job_id,
-        request_id=record.request_id,
-        kind=Kind(record.kind),
-        state=State(record.state),
-        generation=record.generation,
-        plan=frozen.plan,
-        holding=frozen.holding,
-        stage=record.stage,
-        tasks_total=record.tasks_total,
-        tasks_done=record.tasks_done,
-        tasks_waiting_for_retry=sum(about[1] for about in record.open.values()),
-        rows_done=record.rows_done,
-        bytes_done=record.bytes_done,
-        files=record.files,
-        attempts=record.attempts,
-        created_at=record.created_at,
-        updated_at=record.updated_at,
-        started_at=record.started_at,
-        finished_at=record.finished_at,
-        snapshot_id=record.snapshot_id,
-        workers=tuple(sorted(workers | ({committer} if committer is not None else set()))),
-        kill_requested=record.kill_requested,
-        released=record.released,
-        commit_started_at=record.commit_started_at,
-        commit_attempts=record.commit_attempts,
-        error=ErrorInfo.from_json(record.error),
-        fingerprint=fingerprint_of(record) if record.stage == record.last_stage else None,
-    )
