@@ -25,7 +25,7 @@ from lockstep.job import (
     after,
 )
 from lockstep.runtime import Clock
-from lockstep.store import Begun, CommitClaim, JobStore
+from lockstep.store import Begun, CommitClaim, JobStore, open_store
 
 LEASE_S = 30.0
 REFUSED = ErrorInfo("Retryable", "storage is away", "wait")
@@ -244,3 +244,17 @@ def at_once(count: int, action: Callable[[int], Any]) -> list[Any]:
     for fault in faults:
         raise fault
     return answers
+
+
+def open_at_once(url: str, clients: int) -> None:
+    """Many open a new store at the same instant, and each makes a job: all of them do."""
+
+    def run(number: int) -> None:
+        opened = open_store(url)
+        opened.create([new_job(f"job{number}")])
+        opened.close()
+
+    assert at_once(clients, run) == [None] * clients
+    opened = open_store(url)
+    assert len(opened.list()) == clients
+    opened.close()

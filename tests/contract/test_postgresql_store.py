@@ -41,6 +41,7 @@ from tests.store_lab import (
     check_always_true,
     job_in,
     new_job,
+    open_at_once,
     run_task,
     staged,
     take_commit,
@@ -115,27 +116,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_many_open_a_new_database_at_the_same_instant(url: str) -> None:
-    errors: list[LockstepError] = []
-    barrier = threading.Barrier(5)
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            opened = open_store(url)
-            opened.create([new_job(f"job{number}")])
-            opened.close()
-        except LockstepError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    opened = open_store(url)
-    assert len(opened.list()) == 5
-    opened.close()
+    open_at_once(url, clients=5)
 
 
 def test_a_store_that_a_newer_version_wrote_is_refused_and_left_as_it_is(

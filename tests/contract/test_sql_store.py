@@ -6,7 +6,6 @@ import logging
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.store_lab import (
     check_always_true,
     job_in,
     new_job,
+    open_at_once,
     run_task,
     staged,
 )
@@ -183,27 +183,7 @@ def test_a_store_that_is_up_to_date_opens_without_alembic(store: SqlStore, path:
 
 
 def test_many_open_a_new_store_at_the_same_instant(path: Path) -> None:
-    errors: list[LockstepError] = []
-    barrier = threading.Barrier(6)
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            opened = open_store(f"sqlite:///{path}")
-            opened.create([new_job(f"job{number}")])
-            opened.close()
-        except LockstepError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    opened = open_store(f"sqlite:///{path}")
-    assert len(opened.list()) == 6
-    opened.close()
+    open_at_once(f"sqlite:///{path}", clients=6)
 
 
 def test_an_answered_verb_survives_a_power_cut(store: SqlStore) -> None:

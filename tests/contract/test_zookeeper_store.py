@@ -40,6 +40,7 @@ from tests.store_lab import (
     job_in,
     moves,
     new_job,
+    open_at_once,
     run_task,
     staged,
     take_commit,
@@ -147,23 +148,7 @@ def test_a_store_of_a_newer_version_is_refused_and_left_as_it_is(
 
 
 def test_many_open_a_new_store_at_the_same_instant(url: str) -> None:
-    errors: list[LockstepError] = []
-    barrier = threading.Barrier(5)
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            opened = open_store(url)
-            opened.create([new_job(f"job{number}")])
-            opened.close()
-        except LockstepError as error:
-            errors.append(error)
-
-    in_threads(5, run)
-    assert errors == []
-    opened = open_store(url)
-    assert len(opened.list()) == 5
-    opened.close()
+    open_at_once(url, clients=5)
 
 
 def test_a_server_that_does_not_answer_is_retryable_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
