@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, settings
 
 from lockstep.runtime import new_id
 from lockstep.source.chdb_launch import IDLE_VARIABLE
@@ -23,6 +24,10 @@ from tests.zookeeper_server import ZooKeeperServer
 from tests.zygote import Zygote
 
 ServerT = TypeVar("ServerT", bound=servers.Server)
+
+# An example that takes long says something of the machine, not of what is promised.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
