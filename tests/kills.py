@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Final
 
 from lockstep.job import State
-from tests.lab import Lab
+from tests.lab import Lab, processes_of
 from tests.players import Troupe, command
 from tests.standstill import TICK_S, Standstill
 from tests.zygote import Child
@@ -36,13 +35,5 @@ def kill_in_time(lab: Lab, troupe: Troupe, job_id: str, worker: Child | None = N
 
 def tasks_of(worker: Child) -> list[int]:
     """The processes in which a worker runs its tasks: forks of a fork of its own."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name, which may hold anything, ends with the last bracket; state, parent and group follow.
-            state, parent, group = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue  # gone meanwhile
-        if int(group) == worker.pid and state != "Z":
-            parents[int(stat.parent.name)] = int(parent)
-    return [pid for pid, parent in parents.items() if pid != worker.pid and parent != worker.pid]
+    found = processes_of(worker.pid)
+    return [pid for pid, (state, parent) in found.items() if state != "Z" and worker.pid not in (pid, parent)]

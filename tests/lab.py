@@ -82,6 +82,28 @@ def chdb_pid(folder: Path) -> int | None:
     return pid if command.exists() and str(folder) in command.read_text() else None
 
 
+def processes_of(group: int) -> dict[int, tuple[str, int]]:
+    """The state and the parent of each process of a group."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, which may hold anything, ends with the last bracket.
+            state, parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # gone meanwhile
+        if int(its_group) == group:
+            found[int(stat.parent.name)] = (state, int(parent))
+    return found
+
+
+def _let_them_stop(group: int) -> None:
+    """One that is in the middle of a system call stops after it, and may have got a lock by then."""
+    for _ in range(200):
+        if all(state in "TtZX" for state, _ in processes_of(group).values()):
+            return
+        time.sleep(0.05)
+
+
 def die_with_parent() -> None:
     """A test run that is itself killed leaves no worker behind."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -296,6 +318,7 @@ class Lab:
         scheme, _, path = self.config.store_url.partition(":///")
         while True:
             os.killpg(group, signal.SIGSTOP)
+            _let_them_stop(group)
             if scheme != "sqlite":
                 return
             with closing(sqlite3.connect(path, timeout=1, isolation_level=None)) as connection:
