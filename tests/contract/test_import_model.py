@@ -139,7 +139,7 @@ def _check(case: Case, folder: Path) -> None:
             parse=ParseOptions(schema=SCHEMA),
             sort_by=case.sort_by,
             unique=("k",) if case.unique else (),
-            on_duplicate=case.policy,
+            on_duplicate=case.policy if case.unique else "error",
             max_rejects=1000,
             file_size_bytes=3_000,
         )

@@ -26,6 +26,7 @@ from clickhouse_connect.driver.exceptions import DatabaseError, StreamFailureErr
 from urllib3.exceptions import ProtocolError
 
 from lockstep.errors import Invalid, Retryable
+from lockstep.source import chdb_launch
 from lockstep.source.chdb_launch import Card, Room, connect
 from lockstep.source.clickhouse_address import Endpoint
 
@@ -473,10 +474,11 @@ def test_a_caller_that_is_stopped_as_it_looks_for_the_server_keeps_nobody_else_f
 
 
 def test_a_caller_that_is_stopped_as_it_starts_a_server_keeps_others_out_for_seconds_only(
-    folder: Path,
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(folder, create=True)
     stop(folder)
+    monkeypatch.setattr(chdb_launch, "_STARTER_PATIENCE_S", 0.5)
     starter = Room(folder).try_lock("start.lock")
     assert starter is not None
     with open_client(connect(folder)) as client:
