@@ -181,6 +181,17 @@ def check_bounds(file_size_bytes: int, deadline_s: float | None) -> None:
         raise Invalid("--deadline must be positive")
 
 
+def refuse_itself(
+    source_uuid: str | None, head: TargetTable, target: str, on_existing: str, done: str
+) -> None:
+    """Raises: Invalid if the rows of a table would go into the same table, and nobody wants them twice."""
+    if source_uuid == head.uuid and on_existing != "append":
+        raise Invalid(
+            f"{target} would be {done} into itself",
+            hint="name another target, or pass --on-existing append to have its rows twice",
+        )
+
+
 def _select(infos: Sequence[PartitionInfo], request: ExportRequest, table: SourceTable) -> list[Selection]:
     known = {info.partition_id: info for info in infos}
     if request.everything:
@@ -245,7 +256,8 @@ class _Planner:
 
     def plan(self, selections: Sequence[Selection]) -> Planned:
         head = self._head()
-        self._refuse_itself(head)
+        source = self.table.identity.removeprefix("iceberg:")
+        refuse_itself(source, head, self.request.target, self.request.on_existing, "exported")
         columns = self._columns(head)
         skipped: list[Skipped] = []
         with ExitStack() as undo:
@@ -284,13 +296,6 @@ class _Planner:
 
         schema, spec, sort_order = derive(self.table, allow_lossy=self.request.allow_lossy)
         return TargetTable(UNBORN, "", schema, spec, sort_order, {}, None)
-
-    def _refuse_itself(self, head: TargetTable) -> None:
-        if self.table.identity == f"iceberg:{head.uuid}" and self.request.on_existing != "append":
-            raise Invalid(
-                f"{self.request.target} would be exported into itself",
-                hint="name another target, or pass --on-existing append to have its rows twice",
-            )
 
     def _as_last_known(self, error: Retryable) -> TargetTable:
         """The table as the newest job into it knew it: more than a catalog that is away can say.

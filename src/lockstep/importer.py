@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from lockstep.config import Config
 from lockstep.errors import Conflict, Invalid
-from lockstep.exporter import UNBORN, absolute_address, check_bounds, scope_name, take_back
+from lockstep.exporter import UNBORN, absolute_address, check_bounds, refuse_itself, scope_name, take_back
 from lockstep.job import (
     ColumnMap,
     Holding,
@@ -166,11 +166,7 @@ def draft_import(
     _check_names(request.unique, "--unique", head.schema)
     pin = files.freeze()
     _refuse_own_inputs(terms.rejects, pin)
-    if pin.detail.get("uuid") == head.uuid and request.on_existing != "append":
-        raise Invalid(
-            f"{request.target} would be imported into itself",
-            hint="name another target, or pass --on-existing append to have its rows twice",
-        )
+    refuse_itself(pin.detail.get("uuid"), head, request.target, request.on_existing, "imported")
     beside = frozenset[str]()
     skipped: list[SkippedInput] = []
     if existing is not None and request.on_existing == "skip":
