@@ -38,7 +38,7 @@ from tests.zygote import Zygote
 COMMAND = str(Path(sys.executable).with_name("lockstep"))
 # Java starts in half the time where it does not prepare for a long life.
 SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-SPARK = {"master": "local[2]", "spark.driver.extraJavaOptions": SHORT_LIVED}
+SPARK = {"master": "local[2]"}
 LIMITS = {"lease_s": 5, "task_memory": "128MB"}
 
 

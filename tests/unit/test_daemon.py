@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 ROUNDS = """
 import resource, sys, time
@@ -44,3 +45,48 @@ def test_a_worker_that_makes_its_first_array_finds_everything_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 10
+
+
+def test_a_workers_collections_leave_what_was_loaded_alone() -> None:
+    script = (
+        "import gc; from lockstep.engine.daemon import load; load(); "
+        "print(gc.get_freeze_count(), len(gc.get_objects()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    frozen, looked_at = map(int, done.stdout.split())
+    assert frozen > 100 * looked_at
+
+
+ARCHIVES = """
+import importlib, sys, zipfile, zipimport
+from lockstep.engine.daemon import list_archives_once
+
+def archive(*modules):
+    with zipfile.ZipFile(sys.argv[1], "w") as file:
+        for module in ["package/__init__", *modules, *(f"package/{module}" for module in modules)]:
+            file.writestr(f"{module}.py", "")
+
+listings = []
+read_directory = zipimport._read_directory
+zipimport._read_directory = lambda path: listings.append(path) or read_directory(path)
+archive("early")
+sys.path.append(sys.argv[1])
+import early, package.early
+list_archives_once()
+listings.clear()
+for _ in range(3):
+    importlib.invalidate_caches()
+print(len(listings))
+archive("early", "late")
+importlib.invalidate_caches()
+import late, package.late
+print(len(listings))
+"""
+
+
+def test_an_archive_on_the_path_is_listed_again_only_when_it_has_changed(tmp_path: Path) -> None:
+    archive = str(tmp_path / "some.zip")
+    done = subprocess.run(
+        [sys.executable, "-c", ARCHIVES, archive], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["0", "2"]
