@@ -155,8 +155,14 @@ class Lake:
         head = self.target.load()
         commit = commit_id(job, 1)
         values = files[0].partition if files else ()
-        self.target.publish(head, self.plan(head, values, replaces=tuple(replaces)), commit, job, files)
+        self.commit(head, self.plan(head, values, replaces=tuple(replaces)), commit, job, files)
         return commit
+
+    def commit(
+        self, head: TargetTable, plan: Plan, commit: str, job: str, files: Sequence[StagedFile]
+    ) -> int:
+        """Prepare a commit and send it; answers the snapshot id."""
+        return self.target.publish(head, self.target.prepare(head, plan, commit, job, files))
 
 
 def statistics_of(path: Path, table: Table) -> Json:

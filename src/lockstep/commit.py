@@ -135,12 +135,14 @@ def _publish(
     job: Job, lease: CommitLease, head: TargetTable, files: list[StagedFile], store: JobStore, target: Target
 ) -> Ending | None:
     """Send the commit. None: sent, only the register knows more. An ending: refused before it was sent."""
-    # Noted before it is sent: a job of which nothing was ever sent may end without the target's word.
-    store.renew_commit(lease, job.plan.limits.lease_s, attempted=True)
     try:
-        target.publish(head, job.plan, job.commit_id, job.job_id, files)
+        prepared = target.prepare(head, job.plan, job.commit_id, job.job_id, files)
     except (Invalid, Corrupt) as error:
         return Ending(Event.FAIL, ErrorInfo.of(error))
+    # Noted after all that can refuse, and durable before the first byte of the request leaves: what was not
+    # noted was never sent, so it may end without the target's word and its files may be swept.
+    store.renew_commit(lease, job.plan.limits.lease_s, attempted=True)
+    target.publish(head, prepared)
     return None
 
 

@@ -22,7 +22,7 @@ def publish(lake: Lake, job: str, file: StagedFile) -> None:
             head = lake.target.load()
             if lake.target.outcome(head, commit_id(job, 1))[0] is Outcome.COMMITTED:
                 return
-            lake.target.publish(head, lake.plan(head), commit_id(job, 1), job, [file])
+            lake.commit(head, lake.plan(head), commit_id(job, 1), job, [file])
         except (CommitUnknown, Retryable):
             continue
     raise SystemExit(f"{job} did not get through")

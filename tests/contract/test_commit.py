@@ -6,7 +6,7 @@ networks do. Time is a clock that the loop itself moves when it waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from lockstep.job import (
     Limits,
     NewJob,
     Piece,
-    Plan,
     Progress,
     StagedFile,
     State,
@@ -34,6 +33,7 @@ from lockstep.job import (
 from lockstep.store import CommitClaim
 from lockstep.store.sql import SqlStore
 from lockstep.target import Outcome, Target, TargetTable
+from lockstep.target.snapshot import Prepared
 from tests.iceberg_tables import Lake
 
 LIMITS = Limits(commit_attempts=12, commit_deadline_s=600)
@@ -47,6 +47,7 @@ class Faulty:
         self.before_publish: list[Callable[[], None]] = []
         self.after_publish: list[Callable[[], None]] = []
         self.before_load: list[Callable[[], None]] = []
+        self.prepare: Callable[..., Prepared] = target.prepare
         self.published = 0
         self.hidden = 0
         """For how many more times the table is not found."""
@@ -65,12 +66,10 @@ class Faulty:
             self.before_load.pop(0)()
         return self._target.load()
 
-    def publish(
-        self, head: TargetTable, plan: Plan, commit_id: str, job_id: str, files: Sequence[StagedFile]
-    ) -> int:
+    def publish(self, head: TargetTable, prepared: Prepared) -> int:
         if self.before_publish:
             self.before_publish.pop(0)()
-        snapshot = self._target.publish(head, plan, commit_id, job_id, files)
+        snapshot = self._target.publish(head, prepared)
         self.published += 1
         if self.after_publish:
             self.after_publish.pop(0)()
@@ -157,7 +156,7 @@ def test_a_commit_that_landed_is_completed_although_a_column_was_added_afterward
     head = bench.target.load()
     claim = bench.claim("dies")
     bench.store.renew_commit(claim.lease, 30, attempted=True)
-    bench.lake.target.publish(head, bench.job.plan, bench.job.commit_id, bench.job.job_id, bench.files())
+    bench.lake.commit(head, bench.job.plan, bench.job.commit_id, bench.job.job_id, bench.files())
     with bench.lake.table().update_schema() as update:
         update.add_column("added", StringType())
     bench.lake.clock.time += 60
@@ -169,9 +168,7 @@ def test_a_commit_that_landed_is_completed_although_its_snapshot_has_expired(ben
     head = bench.target.load()
     claim = bench.claim("dies")
     bench.store.renew_commit(claim.lease, 30, attempted=True)
-    landed = bench.lake.target.publish(
-        head, bench.job.plan, bench.job.commit_id, bench.job.job_id, bench.files()
-    )
+    landed = bench.lake.commit(head, bench.job.plan, bench.job.commit_id, bench.job.job_id, bench.files())
     bench.lake.publish("other", bench.lake.stage([9]))
     bench.lake.table().maintenance.expire_snapshots().by_id(landed).commit()
     assert bench.lake.table().metadata.snapshot_by_id(landed) is None
@@ -325,6 +322,37 @@ def test_a_kill_that_comes_after_the_commit_landed_is_too_late(bench: Bench) -> 
     assert bench.lake.ids() == [1, 2, 3]
 
 
+def test_every_attempt_is_noted_before_its_request_leaves(bench: Bench) -> None:
+    noted: list[int] = []
+
+    def look_and_fail() -> None:
+        noted.append(bench.read().commit_attempts)
+        unknown()
+
+    bench.target.before_publish = [look_and_fail] * 3
+    assert bench.commit().state is State.COMPLETED
+    assert noted == [1, 2, 3]
+
+
+def test_a_committer_that_is_replaced_while_it_prepares_sends_nothing(bench: Bench) -> None:
+    sleeper = bench.claim("sleeper")
+    prepare = bench.lake.target.prepare
+
+    def overtaken(*args: Any) -> Prepared:
+        prepared = prepare(*args)
+        bench.store.stop(bench.job.job_id, Event.KILL)
+        bench.target.prepare = prepare
+        assert bench.commit(bench.claim("killer", force=True)).state is State.KILLED
+        return prepared
+
+    bench.target.prepare = overtaken
+    with pytest.raises(Fenced):
+        bench.commit(sleeper)
+    assert bench.target.published == 0
+    assert bench.read().state is State.KILLED
+    assert bench.lake.ids() == []
+
+
 def test_a_committer_that_lost_its_lease_sends_nothing(bench: Bench) -> None:
     claim = bench.claim("slow")
     bench.lake.clock.time += 60
@@ -370,9 +398,7 @@ def test_a_retry_of_a_commit_that_had_landed_after_all_publishes_nothing_again(b
     head = bench.target.load()
     claim = bench.claim("dies")
     bench.store.renew_commit(claim.lease, 30, attempted=True)
-    landed = bench.lake.target.publish(
-        head, bench.job.plan, bench.job.commit_id, bench.job.job_id, bench.files()
-    )
+    landed = bench.lake.commit(head, bench.job.plan, bench.job.commit_id, bench.job.job_id, bench.files())
     bench.store.end(claim.lease, Event.FAIL)
     bench.store.retry(bench.job.job_id)
     job = bench.commit()

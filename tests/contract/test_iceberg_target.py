@@ -91,7 +91,7 @@ def test_a_publish_is_one_snapshot_with_all_rows_and_its_register_entry(lake, re
     assert outcome(lake) == (Outcome.OPEN, None)
     head = lake.target.load()
     files = [lake.stage([2, 3]), lake.stage([4])]
-    published = lake.target.publish(head, lake.plan(head), OURS, "ours", files)
+    published = lake.commit(head, lake.plan(head), OURS, "ours", files)
 
     table = lake.table()
     snapshot = table.current_snapshot()
@@ -144,7 +144,7 @@ def test_the_catalog_refuses_to_publish_a_commit_id_twice(lake, version: int) ->
         lake.target.send(head, second)
     assert lake.ids() == [1, 2]
     with pytest.raises(CommitUnknown, match="already committed"):
-        lake.target.publish(lake.target.load(), lake.plan(head), OURS, "ours", [lake.stage([3])])
+        lake.commit(lake.target.load(), lake.plan(head), OURS, "ours", [lake.stage([3])])
 
 
 def test_an_expired_commit_is_not_published_again(lake) -> None:
@@ -155,7 +155,7 @@ def test_an_expired_commit_is_not_published_again(lake) -> None:
     head = lake.open().load()
     assert lake.target.outcome(head, commit) == (Outcome.COMMITTED, snapshot_id_of(commit))
     with pytest.raises(CommitUnknown):
-        lake.target.publish(head, lake.plan(head), commit, "ours", [lake.stage([1])])
+        lake.commit(head, lake.plan(head), commit, "ours", [lake.stage([1])])
     with pytest.raises(CommitUnknown):
         lake.target.fence(head, commit)
     assert lake.ids() == [1, 2]
@@ -185,7 +185,7 @@ def test_ten_commits_of_another_writer_in_a_row_leave_both_writers_rows(lake) ->
             lake.target.send(head, prepared)
         assert outcome(lake) == (Outcome.OPEN, None)
     head = lake.target.load()
-    lake.target.publish(head, lake.plan(head), OURS, "ours", [lake.stage([100])])
+    lake.commit(head, lake.plan(head), OURS, "ours", [lake.stage([100])])
     assert lake.ids() == [*range(10), 100]
     assert len(lake.snapshot_ids()) == 11
 
@@ -289,7 +289,7 @@ def test_a_commit_prepared_before_the_fence_is_refused_for_ever(
     assert lake.ids() == rows_before + later
     assert outcome(lake) == (Outcome.FENCED, None)
     with pytest.raises(CommitUnknown, match="already fenced"):
-        lake.target.publish(lake.target.load(), lake.plan(sleeper_head), OURS, "ours", [lake.stage([2])])
+        lake.commit(lake.target.load(), lake.plan(sleeper_head), OURS, "ours", [lake.stage([2])])
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -371,7 +371,7 @@ def test_an_error_is_unknown_as_soon_as_the_catalog_was_asked(
             lake.target.fence(head, OURS)
     else:
         with pytest.raises(error):
-            lake.target.publish(head, lake.plan(head), OURS, "ours", [file])
+            lake.commit(head, lake.plan(head), OURS, "ours", [file])
     assert outcome(lake)[0] is found
 
 
@@ -383,7 +383,7 @@ def test_metadata_that_cannot_be_written_proves_that_nothing_was_published(lake)
     folder.rename(folder.with_name("elsewhere"))
     folder.write_text("a file where the folder was")
     with pytest.raises(Retryable, match="cannot publish to"):
-        lake.target.publish(head, lake.plan(head), OURS, "ours", [staged])
+        lake.commit(head, lake.plan(head), OURS, "ours", [staged])
     folder.unlink()
     folder.with_name("elsewhere").rename(folder)
     assert outcome(lake) == (Outcome.OPEN, None)
@@ -547,7 +547,7 @@ def test_replace_is_refused_when_earlier_rows_were_mixed_with_others(lake) -> No
     head = lake.target.load()
     plan = lake.plan(head, ["eu"], replaces=(earlier,))
     with pytest.raises(Invalid, match=r"cannot replace partition 202401 .* put other rows"):
-        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1, 2, 3])])
+        lake.commit(head, plan, OURS, "ours", [region(lake, [1, 2, 3])])
     assert lake.ids() == [2, 7]
     assert outcome(lake) == (Outcome.OPEN, None)
 
@@ -565,7 +565,7 @@ def test_replace_is_refused_when_nothing_tells_any_more_whose_rows_are_there(lak
     head = lake.target.load()
     plan = lake.plan(head, ["eu"], replaces=(earlier,))
     with pytest.raises(Invalid, match="has expired"):
-        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1])])
+        lake.commit(head, plan, OURS, "ours", [region(lake, [1])])
     assert lake.ids() == [7, 8]
 
 
@@ -740,13 +740,13 @@ def test_the_table_remembers_which_partition_its_rows_came_from_until_they_are_r
     head = lake.create()
     first = commit_id("first", 1)
     files = [lake.stage([1])]
-    lake.target.publish(head, lake.plan(head, scope="here"), first, "first", files)
+    lake.commit(head, lake.plan(head, scope="here"), first, "first", files)
     head = lake.target.load()
     assert lake.target.published_from(head, "here") == [first]
     assert lake.target.published_from(head, "elsewhere") == []
     second = commit_id("second", 1)
     plan = lake.plan(head, scope="here", replaces=(first,))
-    lake.target.publish(head, plan, second, "second", [lake.stage([2])])
+    lake.commit(head, plan, second, "second", [lake.stage([2])])
     assert lake.target.published_from(lake.target.load(), "here") == [second]
     assert lake.ids() == [2]
 
@@ -840,7 +840,7 @@ def test_a_format_that_cannot_be_written_is_refused_before_anything_is_written(l
     assert lake.target.outcome(head, published)[0] is Outcome.COMMITTED
     assert lake.target.drift(head, plan) == ["the table has format version 3, and Lockstep writes up to 2"]
     with pytest.raises(Invalid, match="format version 3"):
-        lake.target.publish(head, plan, OURS, "ours", [])
+        lake.commit(head, plan, OURS, "ours", [])
     # PyIceberg's SQL catalog writes no metadata of format 3; a catalog with a server of its own takes this.
     fence = SnapshotBuilder(lake.table(), OURS, lake.clock).fence()
     fenced = update_table_metadata(lake.table().metadata, fence.updates)

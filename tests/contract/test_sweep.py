@@ -52,9 +52,9 @@ class Yard:
         self._rows += 1
         return f"{int((self.lake.clock.now() - age_s) * 1000):012x}{self._rows:012x}"
 
-    def create(self, job_id: str | None = None, tasks: int = 1) -> str:
+    def create(self, job_id: str | None = None, tasks: int = 1, replaces: Sequence[str] = ()) -> str:
         job_id = job_id or self.new_id()
-        plan = self.lake.plan(self.lake.target.load())
+        plan = self.lake.plan(self.lake.target.load(), replaces=tuple(replaces))
         holding = Holding(f"scope of {job_id}", True)
         self.store.create([NewJob(job_id, "request", plan, holding, [TaskSpec({}, 1)] * tasks)])
         return job_id
@@ -226,6 +226,30 @@ def test_a_commit_that_may_still_arrive_keeps_the_files_of_a_killed_job(yard: Ya
     assert whats(yard.sweep().garbage) == {staged.path}
 
 
+def an_impossible_replace(yard: Yard) -> tuple[str, StagedFile]:
+    """A job that its commit refuses each time: the rows that it is to replace were rewritten with others."""
+    earlier = yard.lake.publish("earlier", yard.lake.stage([1001, 1002]))
+    yard.lake.table().delete("id = 1001")
+    job_id = yard.create(replaces=[earlier])
+    lease = yard.begin(job_id)
+    staged = yard.write(lease)
+    yard.finish(lease, [staged])
+    return job_id, staged
+
+
+def test_a_commit_that_was_refused_before_it_was_sent_leaves_nothing_once_the_job_is_killed(
+    yard: Yard,
+) -> None:
+    job_id, staged = an_impossible_replace(yard)
+    refused = yard.commit(job_id)
+    assert (refused.state, refused.commit_attempts) == (State.FAILED, 0)
+    assert refused.error is not None
+    assert "cannot replace" in refused.error.message
+    yard.store.stop(job_id, Event.KILL)
+    assert whats(yard.sweep().garbage) == {staged.path}
+    assert yard.files() == yard.referenced()
+
+
 def test_an_earlier_generation_that_may_still_arrive_keeps_the_files_too(yard: Yard) -> None:
     job_id = yard.create()
     lease = yard.begin(job_id)
@@ -254,7 +278,7 @@ def test_a_killed_job_that_had_landed_after_all_loses_nothing(yard: Yard) -> Non
     claim = yard.store.claim_commit("committer", 30, {job_id})
     assert claim is not None
     head = yard.lake.target.load()
-    yard.lake.target.publish(head, claim.job.plan, claim.job.commit_id, job_id, [staged])
+    yard.lake.commit(head, claim.job.plan, claim.job.commit_id, job_id, [staged])
     yard.store.renew_commit(claim.lease, 30, attempted=True)
     yard.store.end(claim.lease, Event.FAIL)
     yard.store.stop(job_id, Event.KILL)

@@ -196,11 +196,11 @@ def test_replace_is_refused_when_compaction_mixed_in_the_rows_of_others(lake) ->
     head = lake.target.load()
     plan = lake.plan(head, ["eu"], replaces=(earlier,))
     with pytest.raises(Invalid, match="put other rows into the same target partition"):
-        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1, 2])])
+        lake.commit(head, plan, OURS, "ours", [region(lake, [1, 2])])
     lake.spark(EXPIRE_ALL)
     head = lake.target.load()
     with pytest.raises(Invalid, match="has expired"):
-        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1, 2])])
+        lake.commit(head, plan, OURS, "ours", [region(lake, [1, 2])])
     assert lake.seen_by_spark() == [1, 50]
 
 
@@ -211,11 +211,11 @@ def test_replace_is_refused_when_the_rewritten_rows_lie_in_another_target_partit
     head = lake.target.load()
     plan = lake.plan(head, ["us"], replaces=(earlier,))
     with pytest.raises(Invalid, match="lie in another target partition"):
-        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1, 2], "us")])
+        lake.commit(head, plan, OURS, "ours", [region(lake, [1, 2], "us")])
     lake.spark(EXPIRE_ALL)
     head = lake.target.load()
     with pytest.raises(Invalid, match="has expired"):
-        lake.target.publish(head, plan, OURS, "ours", [region(lake, [1, 2], "us")])
+        lake.commit(head, plan, OURS, "ours", [region(lake, [1, 2], "us")])
     assert lake.seen_by_spark() == [1, 2]
 
 

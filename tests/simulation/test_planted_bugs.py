@@ -87,6 +87,14 @@ def the_register_is_not_read_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IcebergTarget, "_check_open", lambda *_: None)
 
 
+def an_attempt_is_noted_when_it_was_sent(patch: pytest.MonkeyPatch) -> None:
+    def late(job: Any, lease: Any, head: Any, files: Any, store: Any, target: Any) -> None:
+        target.publish(head, target.prepare(head, job.plan, job.commit_id, job.job_id, files))
+        store.renew_commit(lease, job.plan.limits.lease_s, attempted=True)
+
+    patch.setattr(lockstep.commit, "_publish", late)
+
+
 def the_position_is_recorded_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
     checkpoint = SqlStore.checkpoint
 
@@ -100,17 +108,17 @@ def the_position_is_recorded_before_the_manifest(patch: pytest.MonkeyPatch) -> N
 
 
 def staged_files_are_deleted_when_a_commit_fails(patch: pytest.MonkeyPatch) -> None:
-    publish = IcebergTarget.publish
+    publish = lockstep.commit._publish
 
-    def tidy(self: IcebergTarget, head: Any, plan: Any, commit_id: Any, job_id: Any, files: Any) -> int:
+    def tidy(job: Any, lease: Any, head: Any, files: Any, store: Any, target: Any) -> Any:
         try:
-            return publish(self, head, plan, commit_id, job_id, files)
+            return publish(job, lease, head, files, store, target)
         except CommitUnknown:
             for file in files:
                 SimSink.world.storage.files.pop(file.path, None)
             raise
 
-    patch.setattr(IcebergTarget, "publish", tidy)
+    patch.setattr(lockstep.commit, "_publish", tidy)
 
 
 def a_job_ends_without_a_fence(patch: pytest.MonkeyPatch) -> None:
@@ -220,6 +228,11 @@ PLANTED: Final[list[tuple[Plant, str, Faults]]] = [
         the_register_is_not_read_again,
         " twice",
         Faults(CALM_S, catalog_reply_lost=0.5, rivals=10, expiries=15),
+    ),
+    (
+        an_attempt_is_noted_when_it_was_sent,
+        "which was published at",
+        Faults(CALM_S, catalog_late=0.7, kill_in_commit=0.5),
     ),
     (the_position_is_recorded_before_the_manifest, "at row", Faults(CALM_S, crash=0.03)),
     (

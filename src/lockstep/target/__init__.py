@@ -17,6 +17,7 @@ from lockstep.runtime import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     from lockstep.config import Config
+    from lockstep.target.snapshot import Prepared
 
 
 class Outcome(StrEnum):
@@ -79,12 +80,22 @@ class Target(Protocol):
         """Staged files that do not exist with their size, one sentence each."""
         ...
 
-    def publish(
+    def prepare(
         self, head: TargetTable, plan: Plan, commit_id: str, job_id: str, files: Sequence[StagedFile]
-    ) -> int:
-        """One snapshot on top of `head`, with the register's entry in the same commit; answers its id.
+    ) -> Prepared:
+        """Make one snapshot on top of `head` ready, with the register's entry in the same commit.
 
-        Raises: Invalid where `replace` is impossible; CommitUnknown for everything that is not a proof.
+        Nothing is asked of the catalog, and nothing is visible yet: whatever is raised proves that nothing
+        was sent.
+        Raises: Invalid where the table's format or `replace` forbids it; Corrupt for a path that is there
+        twice; Retryable if the storage does not take the metadata; CommitUnknown if the register is not open.
+        """
+        ...
+
+    def publish(self, head: TargetTable, prepared: Prepared) -> int:
+        """Send what was prepared on top of `head`; answers the snapshot's id.
+
+        Raises: CommitUnknown for everything that is not a proof.
         """
         ...
 

@@ -212,13 +212,22 @@ class IcebergTarget:
     def published_from(self, head: TargetTable, scope: str) -> list[str]:
         return published_from(_table(head).metadata, scope)
 
-    def publish(
+    def prepare(
         self, head: TargetTable, plan: Plan, commit_id: str, job_id: str, files: Sequence[StagedFile]
-    ) -> int:
-        prepared = self.prepare(head, plan, commit_id, job_id, files)
+    ) -> Prepared:
+        _check_format(head, self.address)
+        _check_unique(files)
+        self._check_open(head, commit_id)
+        labels = {COMMIT_ID: commit_id, JOB_ID: job_id, PARTITION: plan.partition or ""}
+        with self._before_sending("publish to"):
+            builder = SnapshotBuilder(_table(head), commit_id, self._clock)
+            removal = plan_removal(builder, plan, files) if plan.replaces else Removal()
+            return builder.publish(files, removal, labels, plan.scope)
+
+    def publish(self, head: TargetTable, prepared: Prepared) -> int:
         failpoint("commit.before_publish")
         self.send(head, prepared)
-        with _landed(commit_id):
+        with _landed(prepared.commit_id):
             failpoint("commit.after_publish")
             failpoint("commit.reply_lost")
         return prepared.snapshot_id
@@ -231,23 +240,6 @@ class IcebergTarget:
         self.send(head, prepared)
         with _landed(commit_id):
             failpoint("fence.after_publish")
-
-    def prepare(
-        self, head: TargetTable, plan: Plan, commit_id: str, job_id: str, files: Sequence[StagedFile]
-    ) -> Prepared:
-        """Write the manifests of a commit on top of `head`; nothing is visible yet.
-
-        Raises: Invalid where the table's format or `replace` forbids it; Corrupt for a path that is there
-        twice; Retryable if the storage does not take the metadata; CommitUnknown if the register is not open.
-        """
-        _check_format(head, self.address)
-        _check_unique(files)
-        self._check_open(head, commit_id)
-        labels = {COMMIT_ID: commit_id, JOB_ID: job_id, PARTITION: plan.partition or ""}
-        with self._before_sending("publish to"):
-            builder = SnapshotBuilder(_table(head), commit_id, self._clock)
-            removal = plan_removal(builder, plan, files) if plan.replaces else Removal()
-            return builder.publish(files, removal, labels, plan.scope)
 
     def send(self, head: TargetTable, prepared: Prepared) -> None:
         """Hand a prepared commit to the catalog.

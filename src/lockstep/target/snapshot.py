@@ -142,6 +142,7 @@ def published_from(metadata: TableMetadata, scope: str) -> list[str]:
 class Prepared:
     """A commit that is ready to be sent: whoever sends it needs nothing else."""
 
+    commit_id: str
     snapshot_id: int
     requirements: tuple[TableRequirement, ...]
     updates: tuple[TableUpdate, ...]
@@ -268,6 +269,7 @@ class SnapshotBuilder:
         emptied = {commit: _emptied(entry) for commit, entry in removal.replaced.items()}
         entries = {**emptied, self.commit_id: self._entry(rows=rows, scope=scope)}
         return Prepared(
+            self.commit_id,
             self.snapshot_id,
             (self._same_table(), self._same_head()),
             (AddSnapshotUpdate(snapshot=snapshot), self._move_main(), *self._ledger(entries)),
@@ -295,7 +297,7 @@ class SnapshotBuilder:
             updates.append(self._move_main())
             requirements.append(self._same_head())
         updates += self._ledger({self.commit_id: self._entry(fenced=True)})
-        return Prepared(self.snapshot_id, tuple(requirements), tuple(updates))
+        return Prepared(self.commit_id, self.snapshot_id, tuple(requirements), tuple(updates))
 
     def _snapshot(self, manifest_list: str, sequence_number: int, summary: Summary) -> Snapshot:
         raw: Json = {
