@@ -479,6 +479,10 @@ class Job:
         return commit_id(self.job_id, self.generation)
 
 
+NOTHING_SENT: Final = "no commit was sent before it"
+"""What the history says of a retry if no request to publish the generation before it ever left a worker."""
+
+
 @dataclass(frozen=True)
 class HistoryEntry:
     at: float

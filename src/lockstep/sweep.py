@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from lockstep.config import Config
 from lockstep.errors import Invalid, LockstepError, NoSuchJob, Retryable
-from lockstep.job import Job, State, commit_id
+from lockstep.job import NOTHING_SENT, Event, Job, State, commit_id
 from lockstep.runtime import SYSTEM_CLOCK, Clock, id_time
 from lockstep.secrets import expand, redact
 from lockstep.source import FoundPin
@@ -224,6 +224,9 @@ class Known:
         if generation == job.generation:
             return job.commit_attempts > 0
         history = self.store.history(job.job_id)
+        retried = (e for e in history if e.event == Event.RETRY and e.generation == generation + 1)
+        if any(e.detail == NOTHING_SENT for e in retried):
+            return False
         return any(e.generation == generation and e.state is State.COMMITTING for e in history)
 
     def stranger(self, job_id: str | None, age_s: float) -> tuple[Fate, str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import Conflict, Fenced, Invalid
-from lockstep.job import Event, Lease, Progress, State, Verdict
+from lockstep.job import NOTHING_SENT, Event, Lease, Progress, State, Verdict
 from lockstep.store import JobStore
 from tests.store_lab import (
     LEASE_S,
@@ -199,6 +199,18 @@ def test_a_retry_keeps_finished_work_and_begins_its_budgets_anew(store: JobStore
     assert (task.attempts, task.started_at, task.error) == (1, clock.at, None)
     store.finish(begun.lease, {"row": 9}, [staged("rest")], Progress(9, 20))
     assert store.read("job1").files == 3
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_retry_notes_whether_nothing_was_sent_before_it(store: JobStore, sent: bool) -> None:
+    job_in(store, State.COMMITTING)
+    claim = take_commit(store, "job1")
+    if sent:
+        store.renew_commit(claim.lease, LEASE_S, attempted=True)
+    store.end(claim.lease, Event.FAIL, error=REFUSED)
+    store.retry("job1")
+    (retry,) = (entry for entry in store.history("job1") if entry.event == Event.RETRY)
+    assert (retry.generation, retry.detail) == (2, "" if sent else NOTHING_SENT)
 
 
 def test_a_retry_after_a_failed_commit_goes_on_to_committing_at_once(store: JobStore) -> None:

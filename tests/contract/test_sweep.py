@@ -250,6 +250,16 @@ def test_a_commit_that_was_refused_before_it_was_sent_leaves_nothing_once_the_jo
     assert yard.files() == yard.referenced()
 
 
+def test_a_commit_that_was_refused_leaves_nothing_either_when_its_job_was_retried(yard: Yard) -> None:
+    job_id, staged = an_impossible_replace(yard)
+    yard.commit(job_id)
+    yard.store.retry(job_id)
+    assert yard.commit(job_id).state is State.FAILED
+    yard.store.stop(job_id, Event.KILL)
+    assert whats(yard.sweep().garbage) == {staged.path}
+    assert yard.files() == yard.referenced()
+
+
 def test_an_earlier_generation_that_may_still_arrive_keeps_the_files_too(yard: Yard) -> None:
     job_id = yard.create()
     lease = yard.begin(job_id)

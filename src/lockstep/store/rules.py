@@ -20,6 +20,7 @@ from lockstep.errors import (
     NoSuchJob,
 )
 from lockstep.job import (
+    NOTHING_SENT,
     CommitLease,
     Event,
     Fingerprint,
@@ -343,6 +344,11 @@ def how_it_ended(snapshot_id: int | None, error: ErrorInfo | None) -> str:
     if error is not None:
         return f"{error.cls}: {error.message}"
     return "" if snapshot_id is None else f"snapshot {snapshot_id}"
+
+
+def what_was_sent(commit_attempts: int) -> str:
+    """The detail of a retry's history entry: what is known of the generation before it."""
+    return "" if commit_attempts else NOTHING_SENT
 
 
 # The manifest

@@ -21,6 +21,7 @@ from lockstep.store.rules import (
     refuse_stop,
     the_one,
     what_is_refused,
+    what_was_sent,
 )
 from lockstep.store.sql_claim import ClaimVerb
 from lockstep.store.sql_commit import CommitVerbs
@@ -186,7 +187,8 @@ class SqlStore(ClaimVerb, TaskVerbs, CommitVerbs):
             self._lock_scope(conn, job.scope)
             self._refuse_overlap(conn, f"cannot retry job {job_id}", job_id, frozen.holding, frozen.beside)
             conn.execute(_REVIVE, {"b_job_id": job_id})
-            job = self._move(conn, job, Event.RETRY, **_next_generation(job))
+            detail = what_was_sent(job.commit_attempts)
+            job = self._move(conn, job, Event.RETRY, detail=detail, **_next_generation(job))
             self._commit_if_done(conn, job)
             return self._job(conn, job_id)
 

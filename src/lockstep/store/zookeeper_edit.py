@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 from lockstep.errors import Invalid
 from lockstep.job import ENDED, Event, HistoryEntry, State, after
+from lockstep.store.rules import what_was_sent
 from lockstep.store.zookeeper_layout import PAGE, Entry, Layout, Page, Record, encoded_note
 from lockstep.store.zookeeper_session import Node, Writes
 
@@ -164,6 +165,7 @@ class Edit:
         """A failed job waits again, with the next generation. Its tasks follow when they are looked at."""
         self.move(
             Event.RETRY,
+            detail=what_was_sent(self.record.commit_attempts),
             generation=self.record.generation + 1,
             holds=True,
             attempts=0,
