@@ -80,6 +80,7 @@ class StoreLink:
         self.lease: Lease = begun.lease
         self.position = begun.position
         self._rows = begun.rows_done
+        self._bytes = begun.bytes_done
         self.pause_asked = False
 
     def obey(self) -> None:
@@ -89,12 +90,16 @@ class StoreLink:
         self._rows += rows
 
     def checkpoint(self, position: Position, staged: list[StagedFile]) -> None:
-        verdict = self._store.checkpoint(self.lease, position, staged, Progress(self._rows, 0), 30)
+        verdict = self._store.checkpoint(self.lease, position, staged, self._with(staged), 30)
         if verdict is not Verdict.GO_ON:
             raise Stopped(verdict)
 
     def finish(self, position: Position, staged: list[StagedFile]) -> None:
-        self._store.finish(self.lease, position, staged, Progress(self._rows, 0))
+        self._store.finish(self.lease, position, staged, self._with(staged))
+
+    def _with(self, staged: list[StagedFile]) -> Progress:
+        self._bytes += sum(file.size_bytes for file in staged)
+        return Progress(self._rows, self._bytes)
 
 
 class ImportLab:

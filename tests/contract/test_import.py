@@ -22,7 +22,7 @@ from pyiceberg.types import StringType
 from lockstep import importer, review
 from lockstep.errors import Conflict, Invalid
 from lockstep.importer import PlannedImport, plan_import
-from lockstep.job import RUN, Job, State
+from lockstep.job import DATA, RUN, Job, State
 from lockstep.merge import MergeReader
 from lockstep.review import sortedness, tally
 from lockstep.source import Chunk, ParseOptions
@@ -207,6 +207,8 @@ def test_records_that_do_not_fit_go_to_the_rejects_file_with_line_and_reason(lab
     assert all(row["input"].endswith("a.csv") for row in found)
     assert '"many"' in found[1]["reason"] or "many" in found[1]["raw"]
     assert tally(job, lab.store).rejected == 2
+    data = [file.size_bytes for file in lab.store.manifest(job.job_id, "write") if file.kind == DATA]
+    assert (job.files, job.bytes_done) == (len(data), sum(data)), "rejects are not what was written"
 
 
 def test_rejects_of_files_that_share_a_task_name_their_own_file_and_line(lab: ImportLab) -> None:

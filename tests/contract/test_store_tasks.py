@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import ErrorInfo, Fenced
-from lockstep.job import Event, Fingerprint, Lease, Progress, State, TaskSpec, TaskState, Verdict
+from lockstep.job import REJECTS, Event, Fingerprint, Lease, Progress, State, TaskSpec, TaskState, Verdict
 from lockstep.store import JobStore
 from tests.store_lab import (
     LEASE_S,
@@ -181,6 +181,25 @@ def test_the_position_and_its_files_are_one_record(store: JobStore, store_factor
     assert (job.rows_done, job.bytes_done, job.files, job.tasks_done) == (5, 40, 5, 1)
     assert job.fingerprint == sum((file.fingerprint for file in files), Fingerprint())
     other.close()
+
+
+def test_rejects_are_in_the_manifest_and_in_no_figure_of_what_was_written(store: JobStore) -> None:
+    store.create([new_job("job1", stages=("write", "merge"))])
+    lease = begin_task(store, "job1").lease
+    bad, worse = (replace(staged(name), kind=REJECTS) for name in ("bad", "worse"))
+    files = [staged("a"), bad, staged("b"), worse]
+    store.checkpoint(lease, {"row": 5}, files[:2], Progress(5, 200), LEASE_S)
+    assert (store.read("job1").files, store.read("job1").bytes_done) == (1, 100)
+    store.heartbeat({lease: Progress(7, 240)}, LEASE_S)
+    assert store.read("job1").bytes_done == 140
+    store.release(lease)
+    assert store.read("job1").bytes_done == 100
+    store.finish(begin_task(store, "job1").lease, {"row": 9}, files[2:], Progress(9, 400))
+    job = store.read("job1")
+    assert (job.files, job.bytes_done) == (2, 200)
+    job = store.advance("job1", "write", "merge", [TaskSpec({}, 9)])
+    assert (job.files, job.bytes_done) == (0, 0)
+    assert list(store.manifest("job1", "write")) == files
 
 
 def test_a_manifest_is_ordered_by_task_then_as_written(store: JobStore) -> None:

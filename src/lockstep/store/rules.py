@@ -21,6 +21,7 @@ from lockstep.errors import (
 )
 from lockstep.job import (
     NOTHING_SENT,
+    REJECTS,
     CommitLease,
     Event,
     Fingerprint,
@@ -363,6 +364,9 @@ class Batch:
     packed: Sequence[bytes]
     files: int
     fingerprint: Fingerprint
+    aside_files: int
+    """Of them rejects: the manifest lists them, and nobody who asks what was written means them."""
+    aside_bytes: int
 
     @classmethod
     def of(cls, position: Position, staged: Sequence[StagedFile], files_per_chunk: int) -> Batch:
@@ -376,7 +380,8 @@ class Batch:
             packed.append(zlib.compress(text))
         for file in staged:
             total += file.fingerprint
-        return cls(where, digest.hexdigest(), packed, len(staged), total)
+        aside = [file.size_bytes for file in staged if file.kind == REJECTS]
+        return cls(where, digest.hexdigest(), packed, len(staged), total, len(aside), sum(aside))
 
 
 def unpacked(job_id: str, stage: str, index: int, packed: bytes) -> list[StagedFile]:

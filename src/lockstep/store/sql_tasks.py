@@ -316,8 +316,8 @@ class TaskVerbs(Records):
         }
         counters: dict[str, Any] = {
             "rows_done": job.rows_done + progress.rows - task.rows_done,
-            "bytes_done": job.bytes_done + progress.size_bytes - task.bytes_done,
-            "files": job.files + batch.files,
+            "bytes_done": job.bytes_done + progress.size_bytes - task.bytes_done - batch.aside_bytes,
+            "files": job.files + batch.files - batch.aside_files,
         }
         if batch.files and task.stage == job.last_stage:
             counters["fingerprint"] = dumps((as_fingerprint(job.fingerprint) + batch.fingerprint).to_json())

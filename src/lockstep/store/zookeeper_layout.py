@@ -167,6 +167,9 @@ class Record:
     """What running attempts have read beyond their checkpoints."""
     ahead_bytes: int = 0
     files: int = 0
+    aside_files: int = 0
+    """Rejects: the manifests list them beside `files`, and `saved_bytes` has theirs."""
+    aside_bytes: int = 0
     attempts: int = 0
     events: int = 0
     started_at: float | None = None
@@ -198,7 +201,7 @@ class Record:
 
     @property
     def bytes_done(self) -> int:
-        return self.saved_bytes + self.ahead_bytes
+        return self.saved_bytes + self.ahead_bytes - self.aside_bytes
 
     @property
     def commit_id(self) -> str:
@@ -209,9 +212,9 @@ class Record:
         return State(self.state).live
 
     def begun(self, stage: str) -> tuple[int, int, str]:
-        """How many tasks of a stage were ever claimed, its files, and its place."""
+        """How many tasks of a stage were ever claimed, how many files it lists, and its place."""
         if stage == self.stage:
-            return self.fresh, self.files, self.place
+            return self.fresh, self.files + self.aside_files, self.place
         tasks, files, place = self.past.get(stage, (0, 0, ""))
         return tasks, files, place
 

@@ -130,7 +130,9 @@ class Checkpoint:
             saved_bytes=progress.size_bytes - entry.saved_bytes,
             ahead_rows=-entry.ahead_rows,
             ahead_bytes=-entry.ahead_bytes,
-            files=batch.files,
+            files=batch.files - batch.aside_files,
+            aside_files=batch.aside_files,
+            aside_bytes=batch.aside_bytes,
         )
         if batch.files and record.stage == record.last_stage:
             edit.change(fingerprint=(fingerprint_of(record) + batch.fingerprint).to_json())

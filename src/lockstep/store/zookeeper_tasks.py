@@ -36,6 +36,18 @@ from lockstep.store.zookeeper_layout import (
 from lockstep.store.zookeeper_manifest import Checkpoint, Manifests
 
 LONG_AGO: Final = 0.0
+_OF_A_STAGE: Final = (
+    "tasks_done",
+    "saved_rows",
+    "saved_bytes",
+    "ahead_rows",
+    "ahead_bytes",
+    "files",
+    "aside_files",
+    "aside_bytes",
+    "fresh",
+)
+"""The counters that begin anew with each stage."""
 
 T = TypeVar("T")
 
@@ -211,11 +223,9 @@ class TaskVerbs(Manifests):
             edit.change(
                 stage=next_stage,
                 place=place[0],
-                past={**record.past, stage: [record.tasks_total, record.files, record.place]},
+                past={**record.past, stage: [record.tasks_total, record.begun(stage)[1], record.place]},
                 tasks_total=len(tasks),
-                **dict.fromkeys(("tasks_done", "saved_rows", "saved_bytes", "ahead_rows", "ahead_bytes"), 0),
-                files=0,
-                fresh=0,
+                **dict.fromkeys(_OF_A_STAGE, 0),
                 fingerprint=None,
                 open={},
             )
