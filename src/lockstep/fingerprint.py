@@ -28,10 +28,12 @@ from lockstep.job import Fingerprint
 
 Words = npt.NDArray[np.uint64]
 
-_SLICE_ROWS: Final = 16_384
+_SLICE_ROWS: Final = 32_768
 _FEW_ROWS: Final = 256
 """Texts are hashed word by word over all rows that reach so far; the rest of the last few, in one run."""
 _LONG_RUN_WORDS: Final = 1 << 17
+_WORDS_AT_ONCE: Final = 8
+_ROOM_BYTES: Final = 8 * _WORDS_AT_ONCE
 
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -233,62 +235,86 @@ def _of_bytes(array: pa.Array, offset_type: type[np.int32] | type[np.int64]) -> 
     longest = int(lengths.max())
     if longest == 0:
         return mix(total)
-    words = _words_at_each_byte(data, int(offsets[0]), int(offsets[-1]))
+    raw = _with_room(data, int(offsets[0]), int(offsets[-1]))
     starts -= int(offsets[0])
-    place = _add_words(total, words, starts, lengths)
+    place = _add_words(total, raw, starts, lengths)
     if longest > 8 * place:
-        _add_long_tails(total, words, starts, lengths, place)
+        _add_long_tails(total, raw, starts, lengths, place)
     return mix(total)
 
 
-def _add_words(
-    total: Words, words: Words, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> int:
-    """Add word after word to all rows that have it, until few have; answer the first place left out."""
-    reach = lengths.copy()
-    at = starts.copy()
-    rows: npt.NDArray[np.intp] | None = None
-    for place, multiplier in enumerate(_MULTIPLIERS):
-        if int(reach.min()) <= 0:
-            left = np.flatnonzero(reach > 0)
-            at, reach = at[left], reach[left]
-            rows = left if rows is None else rows[left]
-        if len(reach) == 0 or (place > 0 and len(reach) < _FEW_ROWS):
-            return place
-        if rows is None:
-            total += _masked(words, at, reach) * multiplier
-        else:
-            total[rows] += _masked(words, at, reach) * multiplier
-        at += 8
-        reach -= 8
-    return len(_MULTIPLIERS)
-
-
-def _words_at_each_byte(data: pa.Buffer, start: int, end: int) -> Words:
-    """Element `i` is the 8 bytes from `start + i`; past the end there is something, never a fault."""
-    if end + 8 <= data.size:
-        return np.ndarray((end - start + 1,), "<u8", data, offset=start, strides=(1,))
-    padded = np.zeros(end - start + 8, np.uint8)
+def _with_room(data: pa.Buffer, start: int, end: int) -> npt.NDArray[np.uint8]:
+    """The bytes from `start` on; past `end` there is something, never a fault."""
+    if end + _ROOM_BYTES <= data.size:
+        return np.frombuffer(data, np.uint8, end - start + _ROOM_BYTES, start)
+    padded = np.zeros(end - start + _ROOM_BYTES, np.uint8)
     padded[: end - start] = np.frombuffer(data, np.uint8, end - start, start)
-    return np.ndarray((end - start + 1,), "<u8", padded, strides=(1,))
+    return padded
 
 
-def _masked(words: Words, at: npt.NDArray[np.int64], reach: npt.NDArray[np.int64]) -> Words:
-    """The words at these bytes, without the bytes beyond `reach`."""
-    found = words[at]
-    if int(reach.min()) < 8:
-        found &= _TAIL_MASKS.take(np.minimum(reach, 8))
-    return found
+def _add_words(
+    total: Words,
+    raw: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+) -> int:
+    """Add some words at a time to all rows that have them, until few have. Answers the first place left."""
+    at, reach = starts, lengths
+    rows: npt.NDArray[np.intp] | None = None
+    place = 0
+    while place < len(_MULTIPLIERS):
+        shortest, longest = int(reach.min()), int(reach.max())
+        wanted = -(-longest // 8) if longest <= 2 * shortest + 8 else -(-int(reach.mean()) // 8)
+        count = max(1, min(wanted, _WORDS_AT_ONCE, len(_MULTIPLIERS) - place))
+        evenly = longest if rows is None and place == 0 and shortest == longest else None
+        words = _words_at(raw, at, count, evenly)
+        ends = reach if shortest < longest else reach[:1]
+        found = np.zeros(len(reach), np.uint64)
+        for column in range(count):
+            found += _cut(words[:, column], ends, shortest, 8 * column) * _MULTIPLIERS[place + column]
+        if rows is None:
+            total += found
+        else:
+            total[rows] += found
+        place += count
+        left = np.flatnonzero(reach > 8 * count)
+        if len(left) < _FEW_ROWS:
+            break
+        at, reach = at[left] + 8 * count, reach[left] - 8 * count
+        rows = left if rows is None else rows[left]
+    return place
+
+
+def _words_at(
+    raw: npt.NDArray[np.uint8], at: npt.NDArray[np.int64], count: int, evenly: int | None
+) -> npt.NDArray[np.uint64]:
+    """So many words from each of these bytes on, a row each. `evenly`: the distance from one to the next.
+
+    To fetch the words of a row together costs hardly more than to fetch one.
+    """
+    if evenly is not None:
+        return np.ndarray((len(at), count), "<u8", raw, strides=(evenly, 8))
+    size = 8 * count
+    pieces = np.ndarray((len(raw) - size + 1,), f"V{size}", raw, strides=(1,))
+    return pieces[at].view("<u8").reshape(len(at), count)
+
+
+def _cut(words: Words, reach: npt.NDArray[np.int64], shortest: int, done: int) -> Words:
+    """The words without the bytes beyond `reach`, of which `done` lie before them."""
+    if shortest >= done + 8:
+        return words
+    return words & _TAIL_MASKS.take(np.clip(reach - done, 0, 8))
 
 
 def _add_long_tails(
     total: Words,
-    words: Words,
+    raw: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
     first_place: int,
 ) -> None:
     """Add all words from `first_place` on, in runs of bounded size that may end inside a value."""
+    words = np.ndarray((len(raw) - 7,), "<u8", raw, strides=(1,))
     rows = np.flatnonzero(lengths > 8 * first_place)
     counts = -(-lengths[rows] // 8) - first_place
     ends = np.cumsum(counts)
@@ -297,8 +323,8 @@ def _add_long_tails(
         owner = np.searchsorted(ends, flat, side="right")
         place = flat - (ends - counts)[owner] + first_place
         row = rows[owner]
-        found = _masked(words, starts[row] + 8 * place, lengths[row] - 8 * place)
-        found *= _multipliers_at(place)
+        reach = lengths[row] - 8 * place
+        found = _cut(words[starts[row] + 8 * place], reach, int(reach.min()), 0) * _multipliers_at(place)
         heads = np.flatnonzero(np.diff(owner, prepend=-1))
         total[row[heads]] += np.add.reduceat(found, heads)
 

@@ -148,7 +148,7 @@ def test_the_hash_of_known_values_never_changes():
     }
 
 
-@pytest.mark.parametrize("rows", [0, 1, 16_383, 16_384, 16_385, 40_000])
+@pytest.mark.parametrize("rows", [0, 1, 32_767, 32_768, 32_769, 70_000])
 def test_slices_of_work_do_not_show(rows):
     values = np.arange(rows)
     array = pa.array(values)
@@ -162,6 +162,18 @@ def test_long_texts_beyond_every_shortcut_hash_as_the_model_says():
     array = pa.array(long, pa.binary())
     assert prints(array) == of_column(long, pa.binary())
     assert prints(array.slice(1, 3)) == of_column(long[1:4], pa.binary())
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[2], [8], [9], [64], [65], [200], [0, 7, 8], [60, 70], [1, 1, 1, 100], [0, 5, 900], [2040, 2056]],
+    ids=str,
+)
+def test_many_texts_hash_as_the_model_says_however_long_they_are(lengths):
+    texts = [bytes((i + at) % 256 for at in range(lengths[i % len(lengths)])) for i in range(600)]
+    array = pa.array(texts, pa.binary())
+    assert prints(array) == of_column(texts, pa.binary())
+    assert prints(array.slice(3, 500)) == of_column(texts[3:503], pa.binary())
 
 
 def test_dictionary_and_run_end_encoding_do_not_show():
