@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,13 +63,25 @@ class MemoryWatch:
         self._ended.set()
 
     def _watch(self) -> None:
+        workers: list[psutil.Process] = []
+        rounds = 0
         while not self._ended.wait(0.05):
-            try:
-                for child in self._root.children(recursive=True):
-                    if "lockstep.engine.daemon" in " ".join(child.cmdline()):
-                        self.peak_bytes = max(self.peak_bytes, child.memory_info().rss)
-            except psutil.Error:
-                continue
+            # To look through all processes costs more than the looks at the memory of a few.
+            if rounds % 20 == 0:
+                workers = _python_workers(self._root)
+            rounds += 1
+            for worker in workers:
+                with suppress(psutil.Error):
+                    self.peak_bytes = max(self.peak_bytes, worker.memory_info().rss)
+
+
+def _python_workers(root: psutil.Process) -> list[psutil.Process]:
+    workers = []
+    with suppress(psutil.Error):
+        for process in root.children(recursive=True):
+            if "lockstep.engine.daemon" in " ".join(process.cmdline()):
+                workers.append(process)
+    return workers
 
 
 @contextmanager
@@ -100,7 +112,7 @@ def finished(config: Config, job_ids: Sequence[str]) -> list[Job]:
             break
         if time.monotonic() > deadline:
             raise SystemExit(f"jobs {', '.join(job_ids)} did not end within {PATIENCE_S} s")
-        time.sleep(0.02)
+        time.sleep(0.05)
     for job in jobs:
         if job.state is not State.COMPLETED:
             raise SystemExit(f"job {job.job_id} is {job.state}: {job.error}")
