@@ -16,7 +16,10 @@ import pytest
 from pyiceberg.catalog import load_catalog
 
 from lockstep.job import Event, Job, State
+from tests import players
 from tests.lab import COMMAND, Lab
+from tests.players import Troupe
+from tests.zygote import Zygote
 
 pytestmark = pytest.mark.servers
 
@@ -162,17 +165,24 @@ def test_replace_while_the_first_job_is_in_flight_leaves_the_rows_there_once(unm
     lab.assert_exact(table=unmanned.table, target=unmanned.target)
 
 
-def test_replace_fences_a_first_job_that_sleeps_in_its_commit(unmanned: Case) -> None:
-    lab = unmanned.lab
-    with lab.started(
-        *unmanned.arguments("--all", "--create"), failpoints="commit.before_publish=sleep:30"
-    ) as first:
-        job = lab.wait_for_state(State.COMMITTING)
-        lab.wait_until(lambda: lab.store().read(job.job_id).commit_attempts == 1)
-        unmanned.detached("--on-existing", "replace")
+def test_replace_fences_a_first_job_that_sleeps_in_its_commit(
+    unmanned: Case, tmp_path: Path, zygote: Zygote
+) -> None:
+    lab, troupe = unmanned.lab, Troupe(zygote, tmp_path)
+    (first,) = unmanned.detached()
+    committer = troupe.play(players.work, first, failpoints="commit.before_publish=sleep:6")
+    try:
+        troupe.wait_for("commit.before_publish")
+        # However slow the others are, it does not wake up before they are done.
+        lab.freeze_group(committer.pid)
+        (second,) = unmanned.detached("--on-existing", "replace")
         lab.work_off()
-        assert first.wait(timeout=60) == 4
-    assert lab.store().read(job.job_id).state is State.KILLED
+        os.killpg(committer.pid, signal.SIGCONT)
+        assert committer.wait() == 0, troupe.said()
+    finally:
+        committer.kill_group()
+    assert lab.store().read(first).state is State.KILLED
+    assert lab.store().read(second).state is State.COMPLETED
     lab.assert_exact(table=unmanned.table, target=unmanned.target)
 
 

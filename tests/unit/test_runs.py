@@ -191,6 +191,7 @@ def measured(tmp_path: Path, body: str) -> Json:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "width"), [(400, 1_000_000), (9, 50_000_000), (4_000_000, 60), (9_000_000, 1)]
 )
@@ -225,6 +226,7 @@ def test_a_buffer_of_rows_of_any_width_is_sorted_within_the_memory_of_a_task(
     assert found["peak_mb"] < 256 + 100 + 2 * width / 1e6
 
 
+@pytest.mark.long
 def test_fifteen_hundred_runs_are_merged_with_256_megabytes_of_task_memory(tmp_path: Path) -> None:
     found = measured(
         tmp_path,
