@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.types import StringType
 
-from lockstep import importer, review
+from lockstep import attempt, importer, pipeline, review
 from lockstep.errors import Conflict, Invalid
 from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import DATA, RUN, Job, State
@@ -28,6 +28,7 @@ from lockstep.review import sortedness, tally
 from lockstep.source import Chunk, ParseOptions
 from tests.files_lab import schema_of
 from tests.import_lab import TARGET, ImportLab
+from tests.store_lab import MovedClock
 
 pytestmark = pytest.mark.long
 
@@ -82,7 +83,7 @@ def test_a_sorted_import_publishes_every_row_once_in_order(lab: ImportLab) -> No
     assert sortedness(job, lab.store) == 1.0
     assert {task.file.sort_order_id for task in lab.table().scan().plan_files()} == {1}
     assert len(lab.table().metadata.snapshots) == 1
-    assert lab.left_over() == []
+    assert list(lab.folder.rglob("*lockstep-runs*")) == [], "an empty folder is left over too"
 
 
 def test_direct_and_merge_mode_publish_the_same_rows(lab: ImportLab) -> None:
@@ -153,6 +154,34 @@ def test_rows_between_two_checkpoints_are_all_that_a_crash_costs(lab: ImportLab)
     redone = read() - len(rows)
     print(f"rows redone after the crash: {redone}, at most {longest} between two checkpoints")
     assert 0 < redone <= longest
+
+
+def test_a_map_task_checkpoints_every_ten_seconds_although_its_memory_is_not_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "BATCHES_IN_MEMORY", 2_000)
+    monkeypatch.setattr(attempt, "SYSTEM_CLOCK", hurried := MovedClock())
+    chunks: list[int] = []
+    original = pipeline.Pipeline.add
+
+    def add(self: pipeline.Pipeline, chunk: Chunk) -> None:
+        """Each chunk takes three seconds."""
+        hurried.at += 3
+        chunks.append(chunk.batch.num_rows)
+        original(self, chunk)
+
+    monkeypatch.setattr(pipeline.Pipeline, "add", add)
+    lab = ImportLab(tmp_path, 'task_memory = "4MB"')
+    lab.write("a.csv", as_csv(some_rows(2000)))
+    job = lab.plan("a.csv", sort_by=("k",))
+
+    (claim,) = lab.store.claim("worker", 1, 30)
+    lab.attempt(claim)
+
+    runs = [file.rows for file in lab.store.manifest(job.job_id, "map") if file.kind == RUN]
+    assert len(chunks) > 8
+    # Twelve seconds are the first time that ten have passed.
+    assert runs == [sum(chunks[at : at + 4]) for at in range(0, len(chunks), 4)]
 
 
 def _rows_added(lab: ImportLab) -> Any:
@@ -375,13 +404,13 @@ def test_hundreds_of_runs_are_combined_first_and_the_short_ones_are_gone_then(
     monkeypatch.setattr(importer, "TASK_BYTES", 4_000)
     rows = some_rows(8000)
     lab.write("a.csv", as_csv(rows))
-    job = lab.plan("a.csv", sort_by=("k", "id"))
-    while (job := lab.round(job)).stage != "merge":
+    job = lab.plan("a.csv", sort_by=("k", "id"), unique=("id",))
+    while (job := lab.round(job)).stage != "unique":
         assert job.state.live
     stages = [entry.detail for entry in lab.store.history(job.job_id) if entry.event == "advance"]
     assert stages[0].startswith("map → combine")
-    left = {path.name.split("-")[2] for path in lab.left_over()}
-    assert "map" not in left
+    left = {(path.name.split("-")[2], path.name.split(".")[1]) for path in lab.left_over()}
+    assert left == {("recombine", "run"), ("recombine", "keys")}
     job = lab.finish(job)
     assert [row for file in lab.files() for row in file["id"].to_pylist()] == [r[0] for r in in_order(rows)]
     assert lab.left_over() == []
