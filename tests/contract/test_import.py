@@ -23,7 +23,7 @@ from lockstep import attempt, importer, pipeline, review
 from lockstep.errors import Conflict, Invalid
 from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import DATA, RUN, Job, State
-from lockstep.merge import MergeReader
+from lockstep.merge import Dropped, MergeReader
 from lockstep.review import sortedness, tally
 from lockstep.source import Chunk, ParseOptions
 from tests.files_lab import schema_of
@@ -265,6 +265,18 @@ def test_one_reject_too_many_fails_the_job_and_names_the_record(lab: ImportLab) 
     assert "b.csv line 3" in job.error.message
     assert '"k"' in job.error.message
     assert len(lab.rows()) == 2
+
+
+def test_a_task_with_more_rejects_than_the_job_allows_ends_at_once(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "SHARES", 1)
+    lab.write("a.csv", "id,k\n" + "5,6\n7,many\n" * 3)
+    job = lab.run("a.csv", max_rejects=2, parse=ParseOptions(schema=schema_of(id="long", k="long")))
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert "more than 2 records do not fit" in job.error.message, "it was found by the task, not by a review"
+    assert "a.csv line 7" in job.error.message
 
 
 def test_the_rejects_file_never_overwrites_anything(lab: ImportLab) -> None:
@@ -562,27 +574,56 @@ def test_of_equal_keys_the_first_or_the_last_stays_whatever_the_buffers_and_cras
     assert lab.left_over() == []
 
 
-def test_a_row_that_takes_the_place_of_another_in_the_merge_is_noticed_beside_losers_too(
-    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+KEEP_FIRST = {"unique": ("k",), "on_duplicate": "keep-first"}
+
+
+@pytest.mark.parametrize(
+    ("again", "asked", "reason"),
+    [
+        (1, {}, "changed in the merge"),
+        (1, KEEP_FIRST, "not those that were read"),
+        (0, {}, "rows were merged, but"),
+        (0, KEEP_FIRST, "rows were merged, but"),
+    ],
+    ids=["another", "another-beside-losers", "missing", "missing-beside-losers"],
+)
+def test_a_row_that_goes_astray_in_the_merge_is_noticed_and_nothing_is_published(
+    lab: ImportLab,
+    monkeypatch: pytest.MonkeyPatch,
+    again: int,
+    asked: dict[str, Any],
+    reason: str,
 ) -> None:
     read = MergeReader.read
 
     def mistaken(self: MergeReader, *where: Any) -> Iterator[Chunk]:
-        """The first row twice, and not the last one."""
+        """Without the last row; in its place there may be the first one once more."""
         for chunk in read(self, *where):
             rows = chunk.batch
-            wrong = pa.concat_batches([rows.slice(0, 1), rows.slice(0, rows.num_rows - 1)])
-            yield Chunk(wrong if rows.num_rows > 1 else rows, chunk.position)
+            pieces = [rows.slice(0, again), rows.slice(0, rows.num_rows - 1)]
+            yield Chunk(pa.concat_batches(pieces) if rows.num_rows > 1 else rows, chunk.position)
 
     lab.write("a.csv", as_csv(some_rows(300, keys=200)))
-    asked: dict[str, Any] = {"unique": ("k",), "on_duplicate": "keep-first", "sort_by": ("id",)}
-    assert lab.run("a.csv", **asked, target="iceberg://lake/db.right").state is State.COMPLETED
+    right = lab.run("a.csv", **asked, sort_by=("id",), target="iceberg://lake/db.right")
+    assert right.state is State.COMPLETED
     monkeypatch.setattr(MergeReader, "read", mistaken)
-    job = lab.run("a.csv", **asked)
+    job = lab.run("a.csv", **asked, sort_by=("id",))
     assert job.state is State.FAILED
     assert job.error is not None
-    assert (job.error.cls, "not those that were read" in job.error.message) == ("Corrupt", True)
+    assert (job.error.cls, reason in job.error.message) == ("Corrupt", True), job.error.message
     assert lab.rows() == []
+
+
+def test_rows_that_were_left_out_are_as_many_as_have_lost(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.write("a.csv", as_csv(some_rows(300, keys=200)))
+    counted = Dropped.to_json
+    monkeypatch.setattr(Dropped, "to_json", lambda self: {**counted(self), "rows": self.rows + 1})
+    job = lab.run("a.csv", **KEEP_FIRST)
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert (job.error.cls, "were left out of the merge" in job.error.message) == ("Corrupt", True)
 
 
 def test_a_duplicate_fails_the_job_and_both_rows_are_named_by_file_and_line(lab: ImportLab) -> None:
