@@ -2,7 +2,7 @@
 
 A wave is one Spark job with one partition per task; waves overlap, so a slow task never holds back the
 slots of the others. The rows do not pass through the JVM: a task's Python process reads, converts and
-writes by itself, and only its descriptor goes in.
+writes by itself, and only its descriptor goes in. So a wave is a plain RDD, and Spark's SQL is never started.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,8 +20,7 @@ from lockstep.errors import Invalid
 from lockstep.runtime import share_failpoint_state
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import SparkSession
+    from pyspark import SparkContext
 
 DEFAULTS: Final = {
     "spark.master": "local[*]",
@@ -29,8 +28,6 @@ DEFAULTS: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "1g",
-    "spark.sql.session.timeZone": "UTC",
-    "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.scheduler.mode": "FAIR",
     "spark.python.worker.reuse": "true",
     "spark.python.daemon.module": "lockstep.engine.daemon",
@@ -49,18 +46,18 @@ TASK_FAILURES: Final = 4
 
 
 class SparkEngine:
-    """A Spark session and the waves that run on it. Implements `Engine`."""
+    """Spark, and the waves that run on it. Implements `Engine`."""
 
     def __init__(self, options: Mapping[str, str], log: Path) -> None:
         share_failpoint_state()
         from pyspark import SparkContext
-        from pyspark.sql import SparkSession
 
-        self._is_ours = SparkContext._active_spark_context is None
-        self._session = _start(options, log) if self._is_ours else SparkSession.builder.getOrCreate()
+        active = SparkContext._active_spark_context
+        self._is_ours = active is None
+        self._context = _start(options, log) if active is None else active
         self._groups: set[str] = set()
-        self.slots: int = max(1, self._session.sparkContext.defaultParallelism)
-        self.driver_host: str = str(self._session.conf.get("spark.driver.host", "127.0.0.1"))
+        self.slots: int = max(1, self._context.defaultParallelism)
+        self.driver_host: str = str(self._context.getConf().get("spark.driver.host", "127.0.0.1"))
 
     def submit(self, group: str, run_task: RunTask, assignments: Sequence[Any]) -> Future[None]:
         future: Future[None] = Future()
@@ -73,30 +70,30 @@ class SparkEngine:
 
     @property
     def alive(self) -> bool:
-        process = getattr(self._session.sparkContext._gateway, "proc", None)
+        process = getattr(self._context._gateway, "proc", None)
         return process is None or process.poll() is None
 
     def cancel(self, group: str) -> None:
         if self.alive:
-            self._session.sparkContext.cancelJobGroup(group)
+            self._context.cancelJobGroup(group)
 
     def close(self) -> None:
         """Cancel the waves, and end Spark if it was started here: a program may have brought its own."""
         if not self.alive:
             return
         for group in list(self._groups):
-            self._session.sparkContext.cancelJobGroup(group)
+            self._context.cancelJobGroup(group)
         if self._is_ours:
-            self._session.stop()
+            self._context.stop()
 
     def _run_wave(
         self, future: Future[None], group: str, run_task: RunTask, assignments: Sequence[Any]
     ) -> None:
         try:
-            self._session.sparkContext.setJobGroup(group, group, interruptOnCancel=True)
+            self._context.setJobGroup(group, group, interruptOnCancel=True)
             count = len(assignments)
-            frame = self._session.range(0, count, 1, count)
-            frame.mapInArrow(_partition_function(run_task, assignments), "id long").collect()
+            tasks = self._context.parallelize(range(count), count)
+            tasks.mapPartitionsWithIndex(_partition_function(run_task, assignments)).collect()
             future.set_result(None)
         except Exception as error:  # whatever Spark raises belongs to whoever waits for the wave
             future.set_exception(error)
@@ -106,24 +103,21 @@ class SparkEngine:
 
 def _partition_function(
     run_task: RunTask, assignments: Sequence[Any]
-) -> Callable[[Iterable[pa.RecordBatch]], Iterable[pa.RecordBatch]]:
-    def run_partition(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            for index in batch.column(0).to_pylist():
-                run_task(assignments[index])
-            yield batch.slice(0, 0)
+) -> Callable[[int, Iterable[int]], Iterable[None]]:
+    def run_partition(index: int, _numbers: Iterable[int]) -> Iterable[None]:
+        run_task(assignments[index])
+        return ()
 
     return run_partition
 
 
-def _start(options: Mapping[str, str], log: Path) -> SparkSession:
-    """A new session whose JVM and Python workers talk to `log`."""
+def _start(options: Mapping[str, str], log: Path) -> SparkContext:
+    """A new context whose JVM and Python workers talk to `log`."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     from pyspark import SparkConf, SparkContext
     from pyspark.errors import PySparkException
     from pyspark.java_gateway import launch_gateway
-    from pyspark.sql import SparkSession
 
     settings = {**DEFAULTS, **{_spark_key(name): value for name, value in options.items()}}
     settings["spark.master"] = _with_task_failures(settings["spark.master"])
@@ -141,7 +135,7 @@ def _start(options: Mapping[str, str], log: Path) -> SparkSession:
             hint=f"Spark 4.1 needs Java 17 or newer; see {log}, and `lockstep doctor` for what is there",
         ) from error
     context.setLogLevel("ERROR")
-    return SparkSession(context)
+    return context
 
 
 def _spark_key(name: str) -> str:
