@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import pyspark
+
+import lockstep
 
 ROUNDS = """
 import resource, sys, time
@@ -55,6 +62,33 @@ def test_a_workers_collections_leave_what_was_loaded_alone() -> None:
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     frozen, looked_at = map(int, done.stdout.split())
     assert frozen > 100 * looked_at
+
+
+def origin_of_spark(path: Sequence[Path]) -> str:
+    script = (
+        "from lockstep.engine.daemon import use_installed_spark; use_installed_spark(); "
+        "import pyspark; print(pyspark.__file__)"
+    )
+    path = [*path, Path(lockstep.__file__).parents[1]]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+def test_spark_is_loaded_from_its_package_unless_the_archives_are_of_another_one(
+    tmp_path: Path,
+) -> None:
+    home = Path(pyspark.__file__).parent
+    archives = sorted((home / "python" / "lib").glob("*.zip"))
+    assert len(archives) == 2
+    assert origin_of_spark(archives) == str(home / "__init__.py")
+    another = [shutil.copy(archive, tmp_path) for archive in archives]
+    assert origin_of_spark([Path(copy) for copy in another]).startswith(str(tmp_path))
 
 
 ARCHIVES = """
