@@ -471,6 +471,10 @@ class Job:
     """True once the source's pin is gone."""
     commit_started_at: float | None = None
     commit_attempts: int = 0
+    paced_at: float | None = None
+    """Since when work has gone on without a break in this stage."""
+    paced_rows: int = 0
+    """`rows_done` at that time."""
     error: ErrorInfo | None = None
     fingerprint: Fingerprint | None = None
 

@@ -125,8 +125,12 @@ def progress(job: Job) -> float:
         return round(min(1.0, job.rows_done / job.plan.rows), 4)
     if job.state is State.COMMITTING and job.plan.rows is None:
         return 0.99
-    first, last = STAGE_SPANS.get(job.stage, (0.0, 1.0)) if len(job.plan.stages) > 1 else (0.0, 1.0)
+    first, last = _span(job)
     return round(first + (last - first) * _stage_progress(job), 4)
+
+
+def _span(job: Job) -> tuple[float, float]:
+    return STAGE_SPANS.get(job.stage, (0.0, 1.0)) if len(job.plan.stages) > 1 else (0.0, 1.0)
 
 
 def _stage_progress(job: Job) -> float:
@@ -136,21 +140,44 @@ def _stage_progress(job: Job) -> float:
     return max(by_tasks, min(0.99, job.rows_done / estimate)) if estimate else by_tasks
 
 
+def stage_of_rows(job: Job) -> str | None:
+    """The stage whose rows `rows_done` counts, where that has to be said: of a live import with several."""
+    return job.stage if job.state.live and len(job.plan.stages) > 1 else None
+
+
 def rows_per_s(job: Job) -> float | None:
-    """The average since the job started."""
-    if job.started_at is None or not job.rows_done:
-        return None
-    seconds = (job.finished_at or job.updated_at) - job.started_at
-    return round(job.rows_done / seconds, 1) if seconds > 0 else None
+    """The average of an ended job; of a live one, of its stage, since work has gone on without a break."""
+    if job.finished_at is not None and job.started_at is not None:
+        rows, seconds = job.rows_done, job.finished_at - job.started_at
+    else:
+        rows, seconds = job.rows_done - job.paced_rows, _unbroken_s(job)
+    return round(rows / seconds, 1) if rows > 0 and seconds > 0 else None
+
+
+def _unbroken_s(job: Job) -> float:
+    """For how long work has gone on without a break. A store of an earlier version knows the start only."""
+    since = job.started_at if job.paced_at is None else job.paced_at
+    return 0.0 if since is None else job.updated_at - since
 
 
 def eta_s(job: Job) -> float | None:
-    """Seconds until all rows are written, at the pace so far; None unless rows are being written."""
-    if job.state is not State.RUNNING or job.started_at is None:
+    """Seconds until all rows are written, at the pace of this stage since work has gone on without a break.
+
+    None unless somebody works on it.
+    """
+    if job.state is not State.RUNNING or not job.workers:
         return None
     if job.plan.rows is None:
-        done = progress(job)
-        elapsed_s = job.updated_at - job.started_at
-        return round(elapsed_s * (1 - done) / done, 1) if done > 0.02 and elapsed_s > 0 else None
+        return _left_by_share_s(job)
     pace = rows_per_s(job)
     return round(max(0, job.plan.rows - job.rows_done) / pace, 1) if pace else None
+
+
+def _left_by_share_s(job: Job) -> float | None:
+    """By the share of the whole that was done meanwhile: how many rows there are is not known."""
+    rows = job.rows_done - job.paced_rows
+    if rows <= 0:
+        return None
+    first, last = _span(job)
+    gained = (last - first) * _stage_progress(job) * rows / job.rows_done
+    return round(_unbroken_s(job) * (1 - progress(job)) / gained, 1) if gained > 0.01 else None

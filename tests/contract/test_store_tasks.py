@@ -122,6 +122,38 @@ def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(store: JobStore, cloc
     assert store.claim("w2", 1, LEASE_S) == []
 
 
+def test_the_pace_of_a_job_is_measured_from_where_work_went_on(store: JobStore, clock: MovedClock) -> None:
+    def measured_from() -> tuple[float | None, int]:
+        job = store.read("job1")
+        return job.paced_at, job.paced_rows
+
+    store.create([new_job("job1", 3, stages=("map", "merge"))])
+    start = clock.at
+    lease = begin_task(store, "job1").lease
+    clock.at += LEASE_S / 2
+    store.checkpoint(lease, {"row": 5}, [staged("a", 5)], Progress(5, 10), LEASE_S)
+    begin_task(store, "job1")
+    assert measured_from() == (start, 0), "a second worker is no break"
+
+    store.heartbeat({lease: Progress(8, 15)}, LEASE_S)
+    clock.at += 3600  # and nobody is there
+    for claim in store.claim("w2", 3, LEASE_S):
+        lease = store.begin(claim.lease, LEASE_S).lease
+        store.finish(lease, {"row": 9}, [staged(f"b{lease.index}")], Progress(9, 20))
+        assert measured_from() == (clock.at, 5)
+
+    clock.at += 1
+    store.advance("job1", "map", "merge", [TaskSpec({}, 27)] * 2)
+    assert measured_from() == (clock.at, 0)
+    run_task(store, "job1")
+    done = store.read("job1").rows_done
+    store.pause("job1")
+    clock.at += 3600
+    store.resume("job1")
+    begin_task(store, "job1")
+    assert measured_from() == (clock.at, done)
+
+
 def test_a_dead_worker_is_abandoned_without_waiting_for_its_leases(store: JobStore) -> None:
     store.create([new_job("job1", 2), new_job("job2", 0)])
     [old, _] = store.claim("dead", 2, LEASE_S)

@@ -224,7 +224,7 @@ def test_a_pipe_gets_aligned_plain_lines_without_colours() -> None:
 
 
 def test_the_document_has_every_field_of_the_contract_and_no_secret() -> None:
-    document = job_document(job())
+    document = job_document(job(workers=("w1",)))
 
     assert [name for name in CONTRACT_FIELDS if name not in document] == []
     assert document["source"] == "clickhouse://me:***@host/db/events"
@@ -244,6 +244,27 @@ def test_what_is_not_known_is_null() -> None:
     assert document["eta_s"] is None
     assert document["started_at"] is None
     assert document["fingerprint"] is None
+
+
+def test_the_time_left_counts_only_time_in_which_work_went_on() -> None:
+    resumed = job(workers=("w1",), started_at=NOW - 36_000, paced_at=NOW - 10, paced_rows=50)
+    document = job_document(resumed)
+    assert (document["rows_per_s"], document["eta_s"]) == (20.0, 37.5)
+    assert job_document(replace(resumed, workers=()))["eta_s"] is None, "nobody works on it"
+
+
+def test_the_rows_and_the_pace_of_a_sorted_import_are_those_of_its_stage_and_say_so() -> None:
+    plan = replace(job().plan, kind=Kind.IMPORT, rows=None, partition=None, stages=("map", "merge"))
+    merging = job(plan=plan, kind=Kind.IMPORT, stage="merge", workers=("w1",), started_at=NOW - 3600)
+    merging = replace(merging, paced_at=NOW - 10, rows_done=250, tasks_total=4, tasks_done=2)
+    document = job_document(merging)
+    assert (document["progress"], document["rows_per_s"]) == (0.75, 25.0)
+    assert document["eta_s"] == 10.0, "a quarter of the whole in ten seconds, and a quarter is left"
+    assert "250 rows in merge" in page(merging, [], [])
+    assert "250 in merge" in "\n".join(plain_lines(jobs_grid([merging], NOW)))
+    ended = replace(merging, state=State.COMPLETED, finished_at=NOW, paced_rows=100)
+    assert job_document(ended)["rows_per_s"] == 0.1, "of all the time that it took"
+    assert "250 rows in merge" not in page(ended, [], [])
 
 
 def test_an_empty_partition_is_done_only_when_it_is_published() -> None:

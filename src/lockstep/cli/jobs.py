@@ -30,7 +30,7 @@ from lockstep.errors import Invalid, Retryable
 from lockstep.job import HistoryEntry, Job, Json, Kind, State
 from lockstep.runtime import rfc3339
 from lockstep.secrets import redact
-from lockstep.view import eta_s, job_document, progress, rows_per_s
+from lockstep.view import eta_s, job_document, progress, rows_per_s, stage_of_rows
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or the beginning of one.")]
 
@@ -135,7 +135,7 @@ def jobs_grid(jobs: Sequence[Job], now: float) -> Grid:
                 state_span(job.state),
                 job.plan.partition if job.plan.partition is not None else "",
                 percent(progress(job)),
-                number(job.rows_done),
+                number(job.rows_done) + (f" in {stage}" if (stage := stage_of_rows(job)) else ""),
                 rate(rows_per_s(job)).removesuffix("/s"),
                 _time(job, now),
                 ago(job.created_at, now),

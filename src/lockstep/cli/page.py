@@ -25,7 +25,7 @@ from lockstep.errors import ErrorInfo
 from lockstep.job import HistoryEntry, Job, Json, State, Task, TaskState
 from lockstep.runtime import rfc3339
 from lockstep.secrets import redact
-from lockstep.view import eta_s, progress, rows_per_s, waiting_for_retry
+from lockstep.view import eta_s, progress, rows_per_s, stage_of_rows, waiting_for_retry
 
 BAR: Final = 30
 MOST_TASKS: Final = 20
@@ -89,7 +89,8 @@ def _progress(job: Job, tasks: Sequence[Task]) -> Iterable[Line]:
     done = progress(job)
     filled = int(done * BAR)
     total = f" of {number(job.plan.rows)}" if job.plan.rows is not None else ""
-    parts = [f" {percent(done)}", f"{number(job.rows_done)}{total} rows"]
+    stage = f" in {stage}" if (stage := stage_of_rows(job)) else ""
+    parts = [f" {percent(done)}", f"{number(job.rows_done)}{total} rows{stage}"]
     if (pace := rows_per_s(job)) is not None:
         parts.append(f"{rate(pace).removesuffix('/s')} rows/s")
     if (left := eta_s(job)) is not None:

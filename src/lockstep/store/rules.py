@@ -69,6 +69,15 @@ class StageHead(JobHead, Protocol):
     def tasks_done(self) -> int: ...
 
 
+class PacedHead(JobHead, Protocol):
+    """What is known of a job and how far it is."""
+
+    @property
+    def rows_done(self) -> int: ...
+    @property
+    def updated_at(self) -> float: ...
+
+
 class CommitHead(JobHead, Protocol):
     """What is known of a job and who commits it."""
 
@@ -108,6 +117,16 @@ class Frozen:
         return cls(Plan.from_json(raw["plan"]), holding_from_json(raw["holding"]), frozenset(raw["beside"]))
 
 
+def silent(job: PacedHead, now: float, lease_s: float) -> bool:
+    """Whether nobody can have worked on a running job lately: whoever does says so within a lease."""
+    return job.state == State.RUNNING and now - job.updated_at >= lease_s
+
+
+def paced_from(now: float, rows_done: int) -> dict[str, Any]:
+    """What is noted where work begins, or goes on after a time without any: the pace is measured from it."""
+    return {"paced_at": now, "paced_rows": rows_done}
+
+
 def as_job(
     row: Any,
     frozen: Frozen,
@@ -145,6 +164,8 @@ def as_job(
         released=bool(row.released),
         commit_started_at=row.commit_started_at,
         commit_attempts=row.commit_attempts,
+        paced_at=row.paced_at,
+        paced_rows=row.paced_rows,
         error=error,
         fingerprint=fingerprint if row.stage == row.last_stage else None,
     )

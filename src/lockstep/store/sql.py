@@ -259,7 +259,8 @@ _REVIVE: Final = (
 
 def _first_row(new: NewJob, now: float) -> dict[str, Any]:
     stages = new.plan.stages
-    zero = ("tasks_done", "rows_done", "bytes_done", "files", "attempts", "commit_epoch", "commit_attempts")
+    zero = ["tasks_done", "rows_done", "bytes_done", "files", "attempts", "commit_epoch", "commit_attempts"]
+    zero += ["paced_rows"]
     return {
         **dict.fromkeys(zero, 0),
         "job_id": new.job_id,

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Double, Row, bindparam, select
 from lockstep.errors import LockstepError, Retryable
 from lockstep.job import Event, Job, Lease, State, Task, TaskState
 from lockstep.store import Claim
-from lockstep.store.rules import Frozen, missing_tasks
+from lockstep.store.rules import Frozen, missing_tasks, paced_from, silent
 from lockstep.store.sql_database import Offer, verb
 from lockstep.store.sql_offers import GHOSTS, candidates, in_turns
 from lockstep.store.sql_records import IS_LEASED, Records
@@ -76,7 +76,7 @@ class ClaimVerb(Records):
             leased = [
                 (self._lease(conn, task, worker, now + lease_s), task) for _, free in picked for task in free
             ]
-            found = self._started(conn, picked, worker)
+            found = self._started(conn, picked, worker, lease_s)
         claims = [
             Claim(lease, found[lease.job_id], _as_leased(task, lease, now + lease_s))
             for lease, task in leased
@@ -100,6 +100,9 @@ class ClaimVerb(Records):
             if sum(map(len, taken.values())) < slots:
                 return []
             if not all(_only_tasks_change(offers[job_id].job, free) for job_id, free in taken.items()):
+                return []
+            now = self._db.now(conn)
+            if any(silent(offers[job_id].job, now, lease_s) for job_id in taken):
                 return []
             plans = self._frozen_or_error(conn, [*taken])
             claims: list[Claim] = []
@@ -198,13 +201,21 @@ class ClaimVerb(Records):
         return Lease(task.job_id, task.stage, task.idx, task.epoch + 1, worker)
 
     def _started(
-        self, conn: Connection, picked: Sequence[tuple[JobRow, list[Row[Any]]]], worker: str
+        self,
+        conn: Connection,
+        picked: Sequence[tuple[JobRow, list[Row[Any]]]],
+        worker: str,
+        lease_s: float,
     ) -> dict[str, Job]:
         """The jobs of the tasks that were just leased, all running now."""
+        now = self._db.now(conn)
         rows = []
         for job, taken in picked:
+            goes_on = taken and silent(job, now, lease_s)
             lost = lost_progress([task for task in taken if task.state == TaskState.LEASED])
-            rows.append(self._run(conn, self._add(conn, job, **lost), worker))
+            job = self._add(conn, job, **lost)
+            job = self._swap(conn, job, paced_from(now, job.rows_done)) if goes_on else job
+            rows.append(self._run(conn, job, worker))
         return {job.job_id: job for job in self._jobs(conn, rows)}
 
     def _fail_ghosts(self, conn: Connection, wanted: Sequence[str] | None) -> None:

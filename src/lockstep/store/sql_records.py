@@ -26,7 +26,7 @@ from sqlalchemy import (
 from lockstep.errors import Fenced, Invalid, LockstepError, NoSuchJob, Retryable
 from lockstep.job import Event, Job, State, TaskState, after
 from lockstep.store.recent import Recent
-from lockstep.store.rules import Frozen, missing_plan, no_such_job
+from lockstep.store.rules import Frozen, missing_plan, no_such_job, paced_from
 from lockstep.store.sql_database import TIME, Database
 from lockstep.store.sql_rows import JobRow, job_of, saved, thawed
 from lockstep.store.sql_schema import history, jobs, plans, tasks
@@ -215,8 +215,10 @@ class Records:
         """A pending job runs as soon as one of its tasks does."""
         if job.state != State.PENDING:
             return job
-        started_at = self._db.now(conn) if job.started_at is None else job.started_at
-        return self._move(conn, job, Event.START, worker=worker, started_at=started_at)
+        now = self._db.now(conn)
+        changes: dict[str, Any] = {"started_at": now if job.started_at is None else job.started_at}
+        changes |= paced_from(now, job.rows_done)
+        return self._move(conn, job, Event.START, worker=worker, **changes)
 
     def _commit_if_done(self, conn: Connection, job: JobRow, worker: str | None = None) -> JobRow:
         """A job that is not paused and whose last stage is done goes on to `committing`."""

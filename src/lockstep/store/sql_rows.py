@@ -23,7 +23,9 @@ class JobRow(SimpleNamespace):
     stage: str
     tasks_total: int
     tasks_done: int
+    rows_done: int
     created_at: float
+    updated_at: float
     finished_at: float | None
     commit_epoch: int
     commit_owner: str | None

@@ -19,7 +19,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD: Final = "0002"
+HEAD: Final = "0003"
 """The revision of the schema that this code reads and writes. A later one is a larger number."""
 
 metadata: Final = MetaData()
@@ -62,6 +62,8 @@ jobs: Final = Table(
     Column("commit_started_at", Double),
     Column("commit_attempts", BigInteger, nullable=False),
     Column("error", Text),
+    Column("paced_at", Double),
+    Column("paced_rows", BigInteger, nullable=False, server_default=text("0")),
     Index("lockstep_jobs_by_age", "created_at", "job_id"),
     Index(
         "lockstep_jobs_committing",

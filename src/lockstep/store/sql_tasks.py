@@ -29,6 +29,7 @@ from lockstep.store.rules import (
     dumps,
     late_copy,
     lost_lease,
+    paced_from,
     refuse_advance,
     refuse_ended,
     short_manifest,
@@ -267,6 +268,7 @@ class TaskVerbs(Records):
             job = self._run(conn, job, None)
             self._add_tasks(conn, job_id, next_stage, tasks)
             fresh = {"tasks_done": 0, "rows_done": 0, "bytes_done": 0, "files": 0, "fingerprint": None}
+            fresh |= paced_from(self._db.now(conn), 0)
             job = self._swap(conn, job, {**fresh, "stage": next_stage, "tasks_total": len(tasks)})
             self._note(conn, job, "advance", self._db.now(conn), f"{stage} → {next_stage}, {counted(tasks)}")
             self._commit_if_done(conn, job, None)

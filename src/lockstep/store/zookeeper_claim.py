@@ -11,7 +11,7 @@ from typing import Final
 from lockstep.errors import LockstepError, NoSuchJob, Retryable
 from lockstep.job import PLAN_FORMAT, Event, Lease, State, Task, TaskState
 from lockstep.store import Claim
-from lockstep.store.rules import missing_tasks
+from lockstep.store.rules import missing_tasks, paced_from, silent
 from lockstep.store.zookeeper_edit import Edit, Ghost, Seen
 from lockstep.store.zookeeper_layout import PAGE, Record, as_task, error_json, id_listed
 from lockstep.store.zookeeper_records import Records
@@ -129,6 +129,8 @@ class ClaimVerb(Records):
             except Ghost:
                 _fail_ghost(edit)
                 return []
+            if picked and silent(edit.before, edit.now, lease_s):
+                edit.change(**paced_from(edit.now, edit.record.rows_done))
             if picked:
                 edit.run(worker)
             return picked

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from lockstep.errors import Invalid
 from lockstep.job import ENDED, Event, HistoryEntry, State, after
-from lockstep.store.rules import what_was_sent
+from lockstep.store.rules import paced_from, what_was_sent
 from lockstep.store.zookeeper_layout import PAGE, Entry, Layout, Page, Record, encoded_note
 from lockstep.store.zookeeper_session import Node, Writes
 
@@ -152,7 +152,8 @@ class Edit:
         """A pending job runs as soon as one of its tasks does."""
         if self.record.state == State.PENDING:
             started_at = self.now if self.record.started_at is None else self.record.started_at
-            self.move(Event.START, worker=worker, started_at=started_at)
+            paced = paced_from(self.now, self.record.rows_done)
+            self.move(Event.START, worker=worker, started_at=started_at, **paced)
 
     def commit_if_done(self, worker: str | None = None) -> None:
         """A job that is not paused and whose last stage is done goes on to `committing`."""

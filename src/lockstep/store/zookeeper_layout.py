@@ -182,6 +182,8 @@ class Record:
     commit_free_at: float = 0.0
     commit_started_at: float | None = None
     commit_attempts: int = 0
+    paced_at: float | None = None
+    paced_rows: int = 0
     error: Json | None = None
     fingerprint: Json | None = None
     open: Mapping[str, Sequence[Any]] = field(default_factory=dict)

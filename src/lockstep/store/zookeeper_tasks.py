@@ -22,7 +22,7 @@ from lockstep.job import (
 )
 from lockstep.runtime import new_id
 from lockstep.store import Begun
-from lockstep.store.rules import Batch, counted, lost_lease, refuse_advance, refuse_ended, verdict
+from lockstep.store.rules import Batch, counted, lost_lease, paced_from, refuse_advance, refuse_ended, verdict
 from lockstep.store.zookeeper_edit import Edit, Ghost
 from lockstep.store.zookeeper_layout import (
     PAGE,
@@ -226,6 +226,7 @@ class TaskVerbs(Manifests):
                 past={**record.past, stage: [record.tasks_total, record.begun(stage)[1], record.place]},
                 tasks_total=len(tasks),
                 **dict.fromkeys(_OF_A_STAGE, 0),
+                **paced_from(edit.now, 0),
                 fingerprint=None,
                 open={},
             )
