@@ -319,6 +319,7 @@ def _count_of(table: Mapping[str, Any], key: str, default: int, where: str) -> i
 # Sizes and durations
 
 
+LEAST_SIZE_BYTES: Final = 1000
 _SIZE_UNITS: Final = {
     "": 1,
     "b": 1,
@@ -340,14 +341,18 @@ _DURATION_PIECE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d|w)\s*
 def parse_size(value: Any, name: str) -> int:
     """Bytes: a number, or text such as "512MB" (powers of 1000) or "256MiB" (powers of 1024).
 
-    Raises: Invalid, calling the value `name`.
+    Raises: Invalid, calling the value `name`; also for less than anybody means, mostly a forgotten unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
     if isinstance(value, bool) or match is None or match[2] not in _SIZE_UNITS:
         raise Invalid(f'{name} "{value}" is not a size', hint='write for example "512MB" or "256MiB"')
     size = int(float(match[1]) * _SIZE_UNITS[match[2]])
-    if size < 1:
-        raise Invalid(f'{name} "{value}" must be larger than nothing')
+    if size < LEAST_SIZE_BYTES:
+        number = f"{float(match[1]):g}"
+        raise Invalid(
+            f'{name} "{value}" is {size} bytes; the least is 1KB ({LEAST_SIZE_BYTES} bytes)',
+            hint=f'did you mean "{number}MB"?' if size else 'write for example "512MB" or "256MiB"',
+        )
     return size
 
 

@@ -202,7 +202,14 @@ def test_only_the_files_of_sqlite_are_made_absolute(url: str, absolute: str) -> 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("512MB", 512_000_000), ("256MiB", 2**28), ("1.5 GB", 1_500_000_000), ("7", 7), (9, 9), ("3kb", 3000)],
+    [
+        ("512MB", 512_000_000),
+        ("256MiB", 2**28),
+        ("1.5 GB", 1_500_000_000),
+        ("7000", 7000),
+        (9000, 9000),
+        ("3kb", 3000),
+    ],
 )
 def test_sizes(text: object, size: int) -> None:
     assert parse_size(text, "--file-size") == size
@@ -234,6 +241,24 @@ def test_what_is_no_duration_is_refused_by_name(text: object) -> None:
 def test_what_is_no_size_is_refused_by_name(text: object) -> None:
     with pytest.raises(Invalid, match="--file-size"):
         parse_size(text, "--file-size")
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [("5", "5MB"), (512, "512MB"), ("999 B", "999MB"), ("0.2kb", "0.2MB")]
+)
+def test_a_size_that_nobody_means_is_refused_with_the_unit_that_is_probably_missing(
+    value: object, meant: str
+) -> None:
+    with pytest.raises(Invalid, match=r"--file-size .* bytes; the least is 1KB") as refused:
+        parse_size(value, "--file-size")
+    assert refused.value.hint == f'did you mean "{meant}"?'
+
+
+def test_a_task_memory_without_its_unit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "lockstep.toml").write_text('[limits]\ntask_memory = "512"\n')
+    with pytest.raises(Invalid, match=r'limits.task_memory "512" is 512 bytes') as refused:
+        load_config(tmp_path / "lockstep.toml")
+    assert refused.value.hint == 'did you mean "512MB"?'
 
 
 @pytest.mark.parametrize(
