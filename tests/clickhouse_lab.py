@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from lockstep.config import Config
 from lockstep.job import ColumnMap, Json, TaskSpec
-from lockstep.schema import derive, match_columns
+from lockstep.new_table import derive
+from lockstep.schema import match_columns
 from lockstep.source import Chunk, Pin
 from lockstep.source.chdb_launch import Room, connect
 from lockstep.source.clickhouse import ClickHouseSource

@@ -10,7 +10,8 @@ from typing import Any
 
 from lockstep.config import Config
 from lockstep.job import ColumnMap, Json, Position, TaskSpec
-from lockstep.schema import derive, match_columns
+from lockstep.new_table import derive
+from lockstep.schema import match_columns
 from lockstep.source import Chunk, Input, ParseOptions, Pin, Place, Reject, open_frozen, open_input
 
 WIDE = 1 << 40

@@ -292,7 +292,7 @@ class _Planner:
             return self._as_last_known(error)
         if not self.request.create:
             raise Invalid(f"there is no table {self.request.target}", hint="pass --create to make it")
-        from lockstep.schema import derive
+        from lockstep.new_table import derive
 
         schema, spec, sort_order = derive(self.table, allow_lossy=self.request.allow_lossy)
         return TargetTable(UNBORN, "", schema, spec, sort_order, {}, None)

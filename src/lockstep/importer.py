@@ -244,7 +244,7 @@ def _absolute(address: str) -> str:
 
 
 def _new_head(table: SourceTable, order: Sequence[str], allow_lossy: bool) -> TargetTable:
-    from lockstep.schema import derive
+    from lockstep.new_table import derive
 
     wanted = replace(table, sorting=[SourceField(name) for name in order] or table.sorting)
     schema, spec, sort_order = derive(wanted, allow_lossy=allow_lossy)

@@ -1,4 +1,4 @@
-"""Which source column fills which target column, and the table that would hold a source exactly.
+"""Which source column fills which target column.
 
 Types are Iceberg's own JSON: text for a primitive, a dict for a struct, list or map. Field ids of a source's
 nested types mean nothing. The casts that carry a matching out are in `arrow_types`.
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from lockstep.arrow_types import (
     IcebergType,
@@ -26,11 +26,10 @@ from lockstep.errors import Invalid
 from lockstep.job import ColumnMap, Json
 
 if TYPE_CHECKING:
-    from lockstep.source import SourceColumn, SourceField, SourceTable
+    from lockstep.source import SourceColumn, SourceTable
 
-__all__ = ["arrow_schema", "arrow_type", "conform", "derive", "match_columns", "type_text"]
+__all__ = ["arrow_schema", "arrow_type", "conform", "match_columns", "type_text"]
 
-FIRST_PARTITION_FIELD_ID: Final = 1000
 MOST_LISTED: Final = 20
 
 
@@ -48,7 +47,7 @@ def match_columns(
     Optional target columns that the source does not have become NULL. Names match exactly.
     Raises: Invalid, with one sentence for each column that does not fit.
     """
-    problems = list(_repeated_names(source))
+    problems = list(repeated_names(source))
     pairs, extra = _pairs(source.columns, target_schema["fields"], by)
     columns = []
     for target, found in pairs:
@@ -66,7 +65,7 @@ def match_columns(
         )
     if not ignore_extra:
         problems += (_extra_column(column, target_schema["fields"]) for column in extra)
-    _refuse(f"cannot {verb} {source.name}", problems)
+    refuse(f"cannot {verb} {source.name}", problems)
     return columns
 
 
@@ -88,7 +87,7 @@ def _column_map(target: Json, source: SourceColumn | None, lossy: bool) -> Colum
     )
 
 
-def _refuse(what: str, problems: Sequence[str]) -> None:
+def refuse(what: str, problems: Sequence[str]) -> None:
     if len(problems) == 1:
         raise Invalid(f"{what}: {problems[0]}")
     if problems:
@@ -96,7 +95,7 @@ def _refuse(what: str, problems: Sequence[str]) -> None:
         raise Invalid(f"{what}: {len(problems)} columns do not fit{lines}")
 
 
-def _repeated_names(source: SourceTable) -> Iterator[str]:
+def repeated_names(source: SourceTable) -> Iterator[str]:
     for name, count in Counter(column.name for column in source.columns).items():
         if count > 1:
             yield f'column "{name}" is there {count} times in the source; rename them in a copy of the table'
@@ -225,12 +224,12 @@ def _misfits(have: IcebergType, want: IcebergType, path: str, ignore_extra: bool
 def _nested_misfits(have: Json, want: Json, path: str, ignore_extra: bool) -> Iterator[_Misfit]:
     match want["type"]:
         case "list":
-            inside = _inside(path, "element")
+            inside = path_inside(path, "element")
             yield from _null_misfit(have["element-required"], want["element-required"], inside)
             yield from _misfits(have["element"], want["element"], inside, ignore_extra)
         case "map":
-            inside = _inside(path, "value")
-            yield from _misfits(have["key"], want["key"], _inside(path, "key"), ignore_extra)
+            inside = path_inside(path, "value")
+            yield from _misfits(have["key"], want["key"], path_inside(path, "key"), ignore_extra)
             yield from _null_misfit(have["value-required"], want["value-required"], inside)
             yield from _misfits(have["value"], want["value"], inside, ignore_extra)
         case "struct":
@@ -242,7 +241,7 @@ def _nested_misfits(have: Json, want: Json, path: str, ignore_extra: bool) -> It
 def _struct_misfits(have: Json, want: Json, path: str, ignore_extra: bool) -> Iterator[_Misfit]:
     members = {field["name"]: field for field in have["fields"]}
     for field in want["fields"]:
-        inside = _inside(path, field["name"])
+        inside = path_inside(path, field["name"])
         member = members.pop(field["name"], None)
         if member is None:
             if field["required"]:
@@ -255,7 +254,7 @@ def _struct_misfits(have: Json, want: Json, path: str, ignore_extra: bool) -> It
             yield _Misfit(path, f'which has no field "{name}" (--ignore-extra leaves it out)')
 
 
-def _inside(path: str, name: str) -> str:
+def path_inside(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
@@ -282,7 +281,7 @@ _ZONED: Final = {"timestamptz": True, "timestamptz_ns": True, "timestamp": False
 
 
 def _primitive_misfit(have: str, want: str) -> _Misfit | None:
-    have, want = _spelled(have), _spelled(want)
+    have, want = spelled(have), spelled(want)
     if have == want or (have, want) in _EXACT:
         return None
     if want == "binary" and fixed_of(have) is not None:
@@ -303,7 +302,7 @@ def _primitive_misfit(have: str, want: str) -> _Misfit | None:
     return _Misfit("", f"which cannot hold {have}")
 
 
-def _spelled(kind: str) -> str:
+def spelled(kind: str) -> str:
     """One spelling for each type: Iceberg's writers differ in blanks."""
     if (digits := decimal_of(kind)) is not None:
         return f"decimal({digits[0]}, {digits[1]})"
@@ -328,180 +327,3 @@ def _decimal_as(digits: tuple[int, int], want: str) -> _Misfit | None:
     if want in ("float", "double"):
         return _Misfit("", "which is not exact for decimals", loss=True)
     return _Misfit("", f"which cannot hold decimal({digits[0]}, {digits[1]})")
-
-
-# The table that would hold a source
-
-
-def derive(source: SourceTable, *, allow_lossy: bool = False) -> tuple[Json, Json, Json]:
-    """Schema, partition spec and sort order of a new table that holds the source, in Iceberg's JSON.
-
-    Raises: Invalid where a column has no exact type (unless `allow_lossy` and there is a lossy one), or
-    the partition key has no exact counterpart.
-    """
-    problems = list(_repeated_names(source))
-    fields = []
-    for column in source.columns:
-        kind = column.type if column.type is not None else (column.lossy_type if allow_lossy else None)
-        if kind is None:
-            problems.append(inexact_column(column))
-        else:
-            fields.append({"id": 0, "name": column.name, "required": not column.nullable, "type": kind})
-    what = f"cannot create a table for {source.name}"
-    if not source.columns:
-        problems.append("it has no columns")
-    _refuse(what, problems)
-    struct = _FreshIds().struct({"type": "struct", "fields": fields})
-    schema = {**struct, "schema-id": 0, "identifier-field-ids": []}
-    _require_distinct_paths(schema, what)
-    return schema, _derive_spec(source, schema, what), _derive_sort_order(source, schema)
-
-
-class _FreshIds:
-    """Ids in the order in which Iceberg gives them: all fields of a struct, then what is inside them."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def _next(self) -> int:
-        self._last += 1
-        return self._last
-
-    def struct(self, kind: Json) -> Json:
-        ids = [self._next() for _ in kind["fields"]]
-        fields = [
-            {"id": field_id, "name": f["name"], "required": f["required"], "type": self._of(f["type"])}
-            for field_id, f in zip(ids, kind["fields"], strict=True)
-        ]
-        return {"type": "struct", "fields": fields}
-
-    def _of(self, kind: IcebergType) -> IcebergType:
-        if isinstance(kind, str):
-            return _spelled(kind)
-        match kind["type"]:
-            case "struct":
-                return self.struct(kind)
-            case "list":
-                return {**kind, "element-id": self._next(), "element": self._of(kind["element"])}
-            case _:
-                ids = {"key-id": self._next(), "value-id": self._next()}
-                return {**kind, **ids, "key": self._of(kind["key"]), "value": self._of(kind["value"])}
-
-
-def _require_distinct_paths(schema: Json, what: str) -> None:
-    """Iceberg finds nested fields by dotted path, so a column `a.b` beside a struct `a` of `b` is refused."""
-    paths: Counter[str] = Counter(_paths(schema["fields"]))
-    for path, count in paths.items():
-        if count > 1:
-            raise Invalid(
-                f'{what}: two of its fields are called "{path}" in Iceberg; rename one in a copy of the table'
-            )
-
-
-def _paths(fields: Sequence[Json], above: str = "") -> Iterator[str]:
-    for field in fields:
-        path = _inside(above, field["name"])
-        yield path
-        yield from _paths_inside(field["type"], path)
-
-
-def _paths_inside(kind: IcebergType, path: str) -> Iterator[str]:
-    if isinstance(kind, str):
-        return
-    match kind["type"]:
-        case "struct":
-            yield from _paths(kind["fields"], path)
-        case "list":
-            yield from _paths([{"name": "element", "type": kind["element"]}], path)
-        case _:
-            yield from _paths([{"name": part, "type": kind[part]} for part in ("key", "value")], path)
-
-
-def _derive_spec(source: SourceTable, schema: Json, what: str) -> Json:
-    if source.partitioning is None:
-        raise Invalid(
-            f"{what}: its partition key {source.partition_key} has no exact counterpart in Iceberg",
-            hint="create the target table yourself, partitioned so that each source partition lies in one of"
-            " its partitions, and run the export without --create",
-        )
-    columns = {field["name"]: field for field in schema["fields"]}
-    taken = set(columns)
-    fields: list[Json] = []
-    for number, field in enumerate(source.partitioning):
-        column = _key_column(field, columns, what)
-        name = _partition_name(field, taken)
-        taken.add(name)
-        fields.append(
-            {
-                "source-id": column["id"],
-                "field-id": FIRST_PARTITION_FIELD_ID + number,
-                "transform": field.transform,
-                "name": name,
-            }
-        )
-    return {"spec-id": 0, "fields": fields}
-
-
-def _key_column(field: SourceField, columns: dict[str, Json], what: str) -> Json:
-    column = columns.get(field.column)
-    if column is None:
-        raise Invalid(f'{what}: it is partitioned by "{field.column}", which is not one of its columns')
-    if not _can_transform(field.transform, column["type"]):
-        raise Invalid(
-            f'{what}: Iceberg cannot partition column "{field.column}" ({type_text(column["type"])}) by'
-            f" {field.transform}",
-            hint="create the target table yourself, and run the export without --create",
-        )
-    if field.transform == "identity" and str(column["type"]).startswith("fixed"):
-        # It takes such values in manifests for ones with a length before them (apache/iceberg#17501).
-        raise Invalid(
-            f'{what}: it is partitioned by "{field.column}" ({column["type"]}), and Spark, like all that is '
-            "built on Iceberg's Java library, cannot read a table with such partitions",
-            hint="create the target table yourself, without partitions or by a bucket of that column, and "
-            "run the export without --create",
-        )
-    return column
-
-
-def _can_transform(transform: str, kind: IcebergType) -> bool:
-    from pydantic import TypeAdapter
-    from pyiceberg.transforms import parse_transform
-    from pyiceberg.types import IcebergType as Type
-
-    if not isinstance(kind, str):
-        return False
-    parsed: Any = TypeAdapter(Type).validate_python(kind)
-    return bool(parse_transform(transform).can_transform(parsed))
-
-
-def _partition_name(field: SourceField, taken: set[str]) -> str:
-    """`ts_month`, `id_bucket_16`, `name_trunc_4`; an identity field takes its column's name, as usual."""
-    if field.transform == "identity":
-        return field.column
-    verb, _, argument = field.transform.partition("[")
-    parts = [field.column, {"truncate": "trunc"}.get(verb, verb), argument.rstrip("]")]
-    plain = "_".join(part for part in parts if part)
-    name, number = plain, 1
-    while name in taken:
-        number += 1
-        name = f"{plain}_{number}"
-    return name
-
-
-def _derive_sort_order(source: SourceTable, schema: Json) -> Json:
-    """As much of the source's order as Iceberg can say: a prefix of it is true as well."""
-    columns = {field["name"]: field for field in schema["fields"]}
-    fields: list[Json] = []
-    for field in source.sorting:
-        column = columns.get(field.column)
-        if column is None or not _can_transform(field.transform, column["type"]):
-            break
-        fields.append(
-            {
-                "source-id": column["id"],
-                "transform": field.transform,
-                "direction": "desc" if field.descending else "asc",
-                "null-order": "nulls-first" if field.nulls_first else "nulls-last",
-            }
-        )
-    return {"order-id": 1 if fields else 0, "fields": fields}

@@ -13,7 +13,8 @@ import pytest
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid, LockstepError, Retryable
 from lockstep.job import Json
-from lockstep.schema import derive, match_columns
+from lockstep.new_table import derive
+from lockstep.schema import match_columns
 from lockstep.source import Chunk, Pin, open_source
 from lockstep.source.clickhouse import ClickHouseSource
 from lockstep.source.clickhouse_http import Server

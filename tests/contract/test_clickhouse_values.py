@@ -9,7 +9,8 @@ from uuid import UUID
 import pytest
 
 from lockstep.errors import Corrupt, Invalid
-from lockstep.schema import derive, match_columns
+from lockstep.new_table import derive
+from lockstep.schema import match_columns
 from tests.clickhouse_lab import EXACT, Chdb, columns_of, read_all, us, values_in
 
 pytestmark = pytest.mark.servers

@@ -19,7 +19,8 @@ from lockstep.arrow_types import FIELD_ID
 from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid
 from lockstep.job import ColumnMap, Json
-from lockstep.schema import derive, match_columns
+from lockstep.new_table import derive
+from lockstep.schema import match_columns
 from lockstep.source import Chunk, ParseOptions, Pin, open_frozen, open_input, open_source
 from lockstep.source.iceberg import IcebergInput, IcebergSource
 from tests.readers import SparkReader

@@ -19,7 +19,8 @@ from lockstep.config import Config
 from lockstep.errors import Corrupt, Invalid
 from lockstep.fingerprint import fingerprint
 from lockstep.job import ColumnMap, Fingerprint
-from lockstep.schema import derive, match_columns
+from lockstep.new_table import derive
+from lockstep.schema import match_columns
 from lockstep.source import Chunk, Pin
 from lockstep.source.parquet import ParquetSource
 

@@ -18,7 +18,8 @@ from clickhouse_connect.driver.client import Client
 from lockstep.config import Config
 from lockstep.errors import LockstepError, Retryable
 from lockstep.job import ColumnMap, Json
-from lockstep.schema import derive, match_columns
+from lockstep.new_table import derive
+from lockstep.schema import match_columns
 from lockstep.source import Pin
 from lockstep.source.chdb_launch import Room, connect
 from lockstep.source.clickhouse import ClickHouseSource

@@ -23,7 +23,8 @@ from pyiceberg.table.sorting import SortOrder
 from lockstep.arrow_types import FIELD_ID
 from lockstep.errors import Corrupt, Invalid
 from lockstep.job import ColumnMap
-from lockstep.schema import arrow_schema, conform, derive, match_columns, type_text
+from lockstep.new_table import derive
+from lockstep.schema import arrow_schema, conform, match_columns, type_text
 from lockstep.source import SourceColumn, SourceField, SourceTable
 
 INT_LIST = {"type": "list", "element-id": 0, "element": "int", "element-required": True}
