@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,8 +19,8 @@ FIRST_PARTITION_FIELD_ID: Final = 1000
 def derive(source: SourceTable, *, allow_lossy: bool = False) -> tuple[Json, Json, Json]:
     """Schema, partition spec and sort order of a new table that holds the source, in Iceberg's JSON.
 
-    Raises: Invalid where a column has no exact type (unless `allow_lossy` and there is a lossy one), or
-    the partition key has no exact counterpart.
+    Raises: Invalid where a column has no exact type (unless `allow_lossy` and there is a lossy one), the
+    partition key has no exact counterpart, or Spark could not tell two of its columns apart.
     """
     problems = list(repeated_names(source))
     fields = []
@@ -73,13 +72,23 @@ class _FreshIds:
 
 
 def _require_distinct_paths(schema: Json, what: str) -> None:
-    """Iceberg finds nested fields by dotted path, so a column `a.b` beside a struct `a` of `b` is refused."""
-    paths: Counter[str] = Counter(_paths(schema["fields"]))
-    for path, count in paths.items():
-        if count > 1:
+    """Iceberg finds nested fields by dotted path, so a column `a.b` beside a struct `a` of `b` is refused;
+    Spark does so without regard to case, and can read neither of two that differ in nothing else."""
+    seen: dict[str, str] = {}
+    for path in _paths(schema["fields"]):
+        other = seen.get(path.lower())
+        seen[path.lower()] = path
+        if other is None:
+            continue
+        if other == path:
             raise Invalid(
                 f'{what}: two of its fields are called "{path}" in Iceberg; rename one in a copy of the table'
             )
+        raise Invalid(
+            f'{what}: "{other}" and "{path}" differ by case only, and Spark could read neither of them',
+            hint="rename one of them in the source, or create the target table yourself and leave out "
+            "--create",
+        )
 
 
 def _paths(fields: Sequence[Json], above: str = "") -> Iterator[str]:

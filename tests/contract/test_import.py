@@ -523,6 +523,17 @@ def test_a_request_that_does_not_fit_creates_nothing(
     assert lab.store.list() == []
 
 
+def test_a_table_whose_columns_differ_by_case_only_is_not_created(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,Amount,k,amount\n1,2,3,4\n")
+    with pytest.raises(Invalid, match='"Amount" and "amount" differ by case only') as refused:
+        lab.plan("a.csv")
+    assert "--create" in str(refused.value.hint)
+    lab.write("a.jsonl", '{"id": 1, "place": {"City": "x", "city": "y"}}\n')
+    with pytest.raises(Invalid, match=r'"place.City" and "place.city" differ by case only'):
+        lab.plan("a.jsonl")
+    assert lab.store.list() == []
+
+
 def test_columns_that_the_table_lacks_are_refused_or_left_out(lab: ImportLab) -> None:
     lab.write("a.csv", "id,k\n1,2\n")
     lab.write("b.csv", "id,k,more\n3,4,x\n")
