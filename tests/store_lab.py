@@ -149,9 +149,11 @@ def take_commit(store: JobStore, job_id: str, worker: str = "w1") -> CommitClaim
     return claim
 
 
-def job_in(store: JobStore, state: State, job_id: str = "job1", *, beside: Sequence[str] = ()) -> Job:
+def job_in(
+    store: JobStore, state: State, job_id: str = "job1", *, beside: Sequence[str] = (), **plan: Any
+) -> Job:
     """A job of two tasks that has come to `state` by the verbs that lead there."""
-    store.create([new_job(job_id, 2, beside=beside)])
+    store.create([new_job(job_id, 2, beside=beside, **plan)])
     if state in (State.RUNNING, State.FAILED):
         begin_task(store, job_id)
     if state in (State.COMMITTING, State.COMPLETED):

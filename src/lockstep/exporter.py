@@ -29,6 +29,7 @@ from lockstep.job import (
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, new_id
 from lockstep.secrets import expand, protect
 from lockstep.source import PIN_PREFIX, PartitionInfo, Pin, Source, SourceTable, open_source
+from lockstep.source.clickhouse_address import split_chdb
 from lockstep.store import JobStore
 from lockstep.target import Target, TargetTable, open_target
 
@@ -149,12 +150,12 @@ def scope_name(scope: str) -> str:
 
 
 def absolute_address(address: str) -> str:
-    """An address that means the same from any working folder."""
+    """An address that means the same from any working folder. Raises: Invalid for an incomplete one."""
     scheme, colon, rest = address.partition(":")
     if scheme not in {"chdb", "parquet"} or "://" in address or not colon:
         return address
-    if scheme == "chdb" and len(Path(rest).parts) < 3:
-        raise Invalid(f'"{address}" is not chdb:PATH/db/table', hint="example: chdb:./data/shop/events")
+    if scheme == "chdb":
+        split_chdb(address)  # the working folder must not stand in for what is missing
     return f"{scheme}:{Path(rest).expanduser().absolute()}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import Conflict, Invalid, NoSuchJob
-from lockstep.job import Event, Fingerprint, Job, Piece, State
+from lockstep.job import Event, Fingerprint, Job, Kind, Piece, State
 from lockstep.store import JobStore
 from tests.store_lab import LEASE_S, MovedClock, Stores, at_once, ids, job_in, moves, new_job, run_task
 
@@ -84,6 +84,17 @@ def test_a_live_or_completed_job_holds_its_rows_and_a_failed_or_killed_one_does_
         assert refused.value.job_id == "job1"
         assert state in refused.value.message
         assert "--on-existing" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.COMPLETED])
+@pytest.mark.parametrize("kind", Kind)
+def test_a_conflict_speaks_of_what_was_asked_for(store: JobStore, kind: Kind, state: State) -> None:
+    job_in(store, state, kind=kind)
+    with pytest.raises(Conflict, match=rf"^cannot {kind} ") as refused:
+        store.create([new_job("job2", scope="scope-job1", kind=kind)])
+    if state is State.COMPLETED:
+        assert f"it was {kind}ed by job job1" in refused.value.message
+    assert ("replace" in str(refused.value.hint)) == (kind is Kind.EXPORT), "an import replaces nothing"
 
 
 def test_parts_conflict_by_their_rows_not_by_their_names(store: JobStore, clock: MovedClock) -> None:

@@ -169,17 +169,16 @@ def _store(session: Session) -> Finding:
 
 
 def _catalog(name: str, config: Config) -> Finding:
+    from lockstep.target import open_target, warehouse_hint
+
     label = f"catalog {name}"
     properties = config.catalogs[name]
     uri = properties.get("uri", "")
     if uri.startswith(_SQL) and not properties.get("warehouse"):
-        todo = f"name a folder or bucket for its tables: warehouse in [catalogs.{name}]"
-        return Finding(label, Verdict.WARNING, "no warehouse: tables cannot be created", todo)
+        return Finding(label, Verdict.WARNING, "no warehouse: tables cannot be created", warehouse_hint(name))
     file = _sqlite_file(uri)
     if file is not None and not file.exists():
         return _to_be_created(label, file)
-    from lockstep.target import open_target
-
     open_target(f"iceberg://{name}/lockstep_doctor.probe", config).exists()
     return Finding(label, Verdict.OK, redact(uri) or properties.get("type", "answers"))
 

@@ -53,17 +53,23 @@ class Place:
         return f"{self.scheme}://{self.endpoint.label}/{where}"
 
 
+def split_chdb(address: str) -> tuple[str, str, str]:
+    """Folder, database and table of `chdb:PATH/db/table`, as they are written. Raises: Invalid."""
+    path, _, table = address.removeprefix("chdb:").rstrip("/").rpartition("/")
+    folder, _, database = path.rpartition("/")
+    if not (folder and database and table):
+        raise Invalid(f'"{address}" is not chdb:PATH/db/table', hint="example: chdb:./data/shop/events")
+    return folder, database, table
+
+
 def parse_address(address: str, root: Path) -> Place:
     """Read `clickhouse://user:password@host:port/db/table` or `chdb:PATH/db/table`, percent-decoded.
 
     Raises: Invalid; the message never holds the password.
     """
     if address.startswith("chdb:"):
-        path, _, rest = address.removeprefix("chdb:").rstrip("/").rpartition("/")
-        folder, _, database = path.rpartition("/")
-        if not (folder and database and rest):
-            raise Invalid(f'"{address}" is not chdb:PATH/db/table', hint="example: chdb:./data/shop/events")
-        return Place("chdb", unquote(database), unquote(rest), folder=(root / unquote(folder)).resolve())
+        folder, database, table = split_chdb(address)
+        return Place("chdb", unquote(database), unquote(table), folder=(root / unquote(folder)).resolve())
     match = _ADDRESS.fullmatch(address.rstrip("/"))
     if match is None:
         raise Invalid(

@@ -58,6 +58,13 @@ class JobHead(Protocol):
     def finished_at(self) -> float | None: ...
 
 
+class HolderHead(JobHead, Protocol):
+    """What is known of a job that may hold the same rows."""
+
+    @property
+    def kind(self) -> str: ...
+
+
 class StageHead(JobHead, Protocol):
     """What is known of a job and the stage that it is in."""
 
@@ -182,14 +189,14 @@ def damaged_plan(job_id: str, error: Exception) -> LockstepError:
         return Incompatible(f"job {job_id} cannot be read: {error.message}", hint=error.hint)
     return Corrupt(
         f"job {job_id} cannot be read: its plan is damaged ({error!r})",
-        hint="kill it and export again; other jobs are not affected",
+        hint="kill it and ask for it again; other jobs are not affected",
     )
 
 
 def missing_plan(job_id: str) -> Corrupt:
     return Corrupt(
         f"job {job_id} cannot be read: its plan is missing from the store",
-        hint="kill it and export again; other jobs are not affected",
+        hint="kill it and ask for it again; other jobs are not affected",
     )
 
 
@@ -199,7 +206,7 @@ def missing_tasks(stage: str, done: int, total: int) -> ErrorInfo:
         Corrupt.__name__,
         f"{done} of {total} tasks of stage {stage} are done, "
         "and the records of the others are missing from the store",
-        "nothing was published; export it again",
+        "nothing was published; ask for it again",
     )
 
 
@@ -232,24 +239,25 @@ def the_one(prefix: str, found: Sequence[str]) -> str:
     return found[0]
 
 
-def conflict(refused: str, piece: Piece | None, holding: Holding, other: JobHead) -> Conflict:
+def conflict(refused: str, piece: Piece | None, holding: Holding, other: HolderHead) -> Conflict:
     """`refused` could not be done because `other` holds `piece`."""
     what = f"part {piece.name}" if piece is not None and not holding.whole else "it"
-    show = f"`lockstep show {other.job_id}`"
+    show = f"`lockstep show {other.job_id}` shows that job"
+    export = other.kind == Kind.EXPORT
     if other.state == State.COMPLETED:
+        replacing = ", replace puts the new rows in place of the old" if export else ""
         return Conflict(
-            f"{refused}: {what} was exported by job {other.job_id}, "
+            f"{refused}: {what} was {other.kind}ed by job {other.job_id}, "
             f"{other.state} since {rfc3339(other.finished_at)}",
             job_id=other.job_id,
-            hint="--on-existing skip leaves it out, append adds the rows again, replace puts the new rows in "
-            f"place of the old; {show} shows that job",
+            hint=f"--on-existing skip leaves it out, append adds the rows again{replacing}; {show}",
         )
+    replacing = ", replace stops that job and takes its place" if export else ""
     return Conflict(
         f"{refused}: {what} is held by job {other.job_id}, {other.state}, "
         f"created {rfc3339(other.created_at)}",
         job_id=other.job_id,
-        hint="--on-existing skip leaves it out, replace stops that job and takes its place; "
-        f"{show} shows that job",
+        hint=f"--on-existing skip leaves it out{replacing}; {show}",
     )
 
 
@@ -258,7 +266,7 @@ def refuse_overlap(
     job_id: str,
     holding: Holding,
     beside: Collection[str],
-    held: Iterable[tuple[JobHead, Holding | None]],
+    held: Iterable[tuple[HolderHead, Holding | None]],
 ) -> None:
     """Raises: Conflict if a job outside `beside` holds a part of `holding`; None: it cannot be read."""
     for other, theirs in held:
@@ -272,7 +280,7 @@ def refuse_overlap(
 
 def what_is_refused(plan: Plan) -> str:
     name = plan.source + (f" partition {plan.partition}" if plan.partition is not None else "")
-    return f"cannot export {name} to {plan.target}"
+    return f"cannot {plan.kind.value} {name} to {plan.target}"
 
 
 def refuse_stop(event: Event) -> None:
@@ -412,12 +420,12 @@ def unpacked(job_id: str, stage: str, index: int, packed: bytes) -> list[StagedF
     except (zlib.error, ValueError, KeyError, TypeError) as error:
         raise Corrupt(
             f"the manifest of job {job_id}, stage {stage}, task {index} is damaged ({error!r})",
-            hint="kill the job and export again",
+            hint="kill the job and ask for it again",
         ) from error
 
 
 def short_manifest(job_id: str, stage: str, seen: int, expected: int) -> Corrupt:
     return Corrupt(
         f"the manifest of job {job_id}, stage {stage}, lists {seen} files; {expected} were checkpointed",
-        hint="records of the store were deleted: kill the job and export again",
+        hint="records of the store were deleted: kill the job and ask for it again",
     )

@@ -305,7 +305,8 @@ def _next_generation(job: JobRow) -> dict[str, Any]:
 def _holders(scope: str) -> Select[Any]:
     return (
         select(
-            jobs.c.job_id, jobs.c.state, jobs.c.created_at, jobs.c.finished_at, jobs.c.scope, plans.c.holding
+            *(jobs.c.job_id, jobs.c.kind, jobs.c.state, jobs.c.created_at, jobs.c.finished_at, jobs.c.scope),
+            plans.c.holding,
         )
         .outerjoin(plans, plans.c.job_id == jobs.c.job_id)
         .where(jobs.c.scope == scope, jobs.c.holds)

@@ -237,7 +237,7 @@ def decoded_record(job_id: str, data: bytes) -> Record:
     except (ValueError, TypeError, AttributeError) as error:
         raise Corrupt(
             f"job {job_id} cannot be read: its record is damaged ({error!r})",
-            hint="delete its node from ZooKeeper and export again; other jobs are not affected",
+            hint="delete its node from ZooKeeper and ask for it again; other jobs are not affected",
         ) from error
 
 

@@ -111,6 +111,11 @@ class Target(Protocol):
         ...
 
 
+def warehouse_hint(catalog: str) -> str:
+    """What to do about a catalog that cannot tell where a new table is to be kept."""
+    return f"name a folder or bucket for its tables: warehouse in [catalogs.{catalog}]"
+
+
 def open_target(address: str, config: Config, clock: Clock = SYSTEM_CLOCK) -> Target:
     """Open the target that an address names, its secrets filled in; nothing is asked of it yet.
 

@@ -51,7 +51,7 @@ from lockstep.job import Json, Plan, StagedFile, snapshot_id_of
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint
 from lockstep.storage import Storage
 from lockstep.storage.options import with_catalog
-from lockstep.target import Outcome, TargetTable, catalog_fs
+from lockstep.target import Outcome, TargetTable, catalog_fs, warehouse_hint
 from lockstep.target.drift import differences
 from lockstep.target.files import with_our_files
 from lockstep.target.limits import why, with_timeouts
@@ -146,7 +146,7 @@ class IcebergTarget:
         name = ".".join(self._identifier)
         raise Invalid(
             f'cannot create {name}: the catalog "{self._catalog_name}" has no warehouse',
-            hint=f"name a folder or bucket for its tables: warehouse in [catalogs.{self._catalog_name}]",
+            hint=warehouse_hint(self._catalog_name),
         )
 
     def order_by(self, head: TargetTable, sort_order: Json) -> TargetTable:
