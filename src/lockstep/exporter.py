@@ -5,11 +5,9 @@ Either every job of the request is created, or nothing is: no job, no table, no 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.commit import kill
@@ -26,10 +24,10 @@ from lockstep.job import (
     State,
     TaskSpec,
 )
+from lockstep.request import UNBORN, absolute_address, check_bounds, refuse_itself, scope_name, take_back
 from lockstep.runtime import SYSTEM_CLOCK, Clock, backoff_s, failpoint, new_id
 from lockstep.secrets import expand, protect
 from lockstep.source import PIN_PREFIX, PartitionInfo, Pin, Source, SourceTable, open_source
-from lockstep.source.clickhouse_address import split_chdb
 from lockstep.store import JobStore
 from lockstep.target import Target, TargetTable, open_target
 
@@ -42,8 +40,6 @@ BYTES_PER_FILE_BYTE: Final = 4
 """About how many bytes of rows make one byte of Parquet."""
 SHARES: Final = 4
 LEAST_TASK_BYTES: Final = 96_000_000
-UNBORN: Final = ""
-"""The UUID of a table that `--create` is about to make."""
 UNPIN_TIMEOUT_S: Final = 10.0
 FENCE_PATIENCE_S: Final = 120.0
 RECORD_PATIENCE_S: Final = 30.0
@@ -139,26 +135,6 @@ def release_pin(store: JobStore, job: Job, config: Config) -> None:
     store.released(job.job_id)
 
 
-def take_back(store: JobStore, target: Target, table_uuid: str) -> None:
-    """Drop a table that a request created, unless a job of somebody else counts on it by now."""
-    if not any(job.plan.target_uuid == table_uuid for job in store.list()):
-        target.drop_if_empty(table_uuid)
-
-
-def scope_name(scope: str) -> str:
-    return hashlib.sha256(scope.encode()).hexdigest()[:16]
-
-
-def absolute_address(address: str) -> str:
-    """An address that means the same from any working folder. Raises: Invalid for an incomplete one."""
-    scheme, colon, rest = address.partition(":")
-    if scheme not in {"chdb", "parquet"} or "://" in address or not colon:
-        return address
-    if scheme == "chdb":
-        split_chdb(address)  # the working folder must not stand in for what is missing
-    return f"{scheme}:{Path(rest).expanduser().absolute()}"
-
-
 def _check_request(request: ExportRequest) -> None:
     chosen = sum(map(bool, (request.partitions, request.parts, request.everything)))
     if chosen != 1:
@@ -173,24 +149,6 @@ def _check_request(request: ExportRequest) -> None:
     if request.match not in MATCH:
         raise Invalid(f"--match takes {', '.join(MATCH)}, not {request.match!r}")
     check_bounds(request.file_size_bytes, request.deadline_s)
-
-
-def check_bounds(file_size_bytes: int, deadline_s: float | None) -> None:
-    if file_size_bytes < 1:
-        raise Invalid("--file-size must be positive")
-    if deadline_s is not None and deadline_s <= 0:
-        raise Invalid("--deadline must be positive")
-
-
-def refuse_itself(
-    source_uuid: str | None, head: TargetTable, target: str, on_existing: str, done: str
-) -> None:
-    """Raises: Invalid if the rows of a table would go into the same table, and nobody wants them twice."""
-    if source_uuid == head.uuid and on_existing != "append":
-        raise Invalid(
-            f"{target} would be {done} into itself",
-            hint="name another target, or pass --on-existing append to have its rows twice",
-        )
 
 
 def _select(infos: Sequence[PartitionInfo], request: ExportRequest, table: SourceTable) -> list[Selection]:

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 from lockstep.config import Config
 from lockstep.errors import Conflict, Invalid
-from lockstep.exporter import UNBORN, absolute_address, check_bounds, refuse_itself, scope_name, take_back
 from lockstep.job import (
     ColumnMap,
     Holding,
@@ -26,6 +25,7 @@ from lockstep.job import (
     SortKey,
     TaskSpec,
 )
+from lockstep.request import UNBORN, absolute_address, check_bounds, refuse_itself, scope_name, take_back
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint, new_id
 from lockstep.secrets import expand, protect
 from lockstep.source import Input, ParseOptions, Pin, SourceField, SourceTable, open_input

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep.config import Config
-from lockstep.exporter import UNBORN
 from lockstep.importer import Draft, ImportRequest, plan_of
 from lockstep.job import KEYS, Json, Lease, Plan, StagedFile, TaskSpec
 from lockstep.places import Places, duplicate_row, recall_duplicates, reject_row, winner_of
+from lockstep.request import UNBORN
 from lockstep.runtime import new_id
 from lockstep.source import Chunk, Reject
 from lockstep.storage import Storage

@@ -23,7 +23,7 @@ def partitions(
     parts: Annotated[bool, typer.Option("--parts", help="List the parts of each partition too.")] = False,
 ) -> int:
     """List what could be exported, with rows and bytes."""
-    from lockstep.exporter import absolute_address
+    from lockstep.request import absolute_address
     from lockstep.source import open_source
 
     with nothing_created(), ExitStack() as closing:

@@ -41,7 +41,7 @@ def sweep(
 ) -> int:
     """Delete what ended jobs have left behind, where it is proven that nothing refers to it."""
     from lockstep.config import parse_duration
-    from lockstep.exporter import absolute_address
+    from lockstep.request import absolute_address
     from lockstep.sweep import sweep as sweep_all
 
     age_s = parse_duration(unknown_older_than, "--unknown-older-than") if unknown_older_than else None
