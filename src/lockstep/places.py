@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.errors import LockstepError
 from lockstep.job import ColumnMap, Json
 from lockstep.source import Input, Place, Recalled
 
@@ -38,26 +37,18 @@ class Places:
     def recall(self, rows: Iterable[RowId], with_raw: Collection[RowId] = ()) -> dict[RowId, Recalled]:
         """All these rows; their text only of those in `with_raw`, because it may be long.
 
-        A row whose input is gone or has changed is told as such: what happened is worth telling all the same.
+        Raises: Corrupt, naming the file, if an input is gone or not what was frozen; Invalid if it cannot be
+        opened; Retryable if the storage does not answer.
         """
         found: dict[RowId, Recalled] = {}
         by_task: dict[int, list[int]] = {}
         for task, record in sorted(set(rows)):
             by_task.setdefault(task, []).append(record)
         for task, records in by_task.items():
-            try:
-                for one in self._files.recall(self._pin, self._descriptors[task], records, self._columns):
-                    raw = one.raw if (task, one.record) in with_raw else ""
-                    found[task, one.record] = Recalled(one.record, one.place, raw)
-            except LockstepError as error:
-                for record in records:
-                    if (task, record) not in found:
-                        found[task, record] = Recalled(record, _lost(task, record, error), "")
+            for one in self._files.recall(self._pin, self._descriptors[task], records, self._columns):
+                raw = one.raw if (task, one.record) in with_raw else ""
+                found[task, one.record] = Recalled(one.record, one.place, raw)
         return found
-
-
-def _lost(task: int, record: int, error: LockstepError) -> Place:
-    return Place(f"task {task} (its input cannot be read: {error.message})", record + 1)
 
 
 def reject_row(place: Place, column: str | None, reason: str, raw: str) -> Json:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.config import Config
-from lockstep.errors import ErrorInfo
+from lockstep.errors import Corrupt, ErrorInfo, Invalid
 from lockstep.job import (
     DATA,
     DROPPED,
@@ -99,7 +99,9 @@ def summary(job: Job, store: JobStore, config: Config) -> Json | None:
 def review(job: Job, store: JobStore, config: Config, head: TargetTable | None = None) -> ErrorInfo | None:
     """Why the job cannot go on after its stage, or None. Writes the rejects file when it is complete.
 
-    `head` is the table that the job is about to be published on, after its last stage.
+    `head` is the table that the job is about to be published on, after its last stage. An input that is gone
+    or was changed is a reason where rejects have to be listed from it: what is neither in the table nor in
+    the rejects file would be lost.
     Raises: Retryable if the inputs or the storage do not answer.
     """
     assert job.plan.terms is not None
@@ -168,21 +170,35 @@ def _too_many_rejects(job: Job, store: JobStore, config: Config) -> ErrorInfo | 
     awaits_duplicates = "unique" in job.plan.stages and terms.on_duplicate == "reject"
     complete = job.stage == "unique" or not awaits_duplicates
     fits = total <= terms.max_rejects
-    if complete or not fits:
+    if fits and not complete:
+        return None
+    try:
         with _places(job, store, config) as places:
             most = total if fits else max(terms.max_rejects, LISTED)
             rows = _rejected(staged, lost, most, places, _storage(job, config), terms)
-        path = _write_rejects(job, rows, config)
+    except (Corrupt, Invalid) as error:
+        if not fits:
+            return _over_limit(total, terms, _untold(error), "nothing was published")
+        what = f"the rejected records cannot be listed: {error.message}"
+        return replace(ErrorInfo.of(error), message=what)
+    path = _write_rejects(job, rows, config)
     if fits:
         return None
     some = "; ".join(_told(row) for row in rows[:NAMED]) + ("; …" if total > NAMED else "")
     listed = "all of them are" if len(rows) == total else f"{len(rows)} of them are"
+    return _over_limit(total, terms, some, f"nothing was published; {listed} in {path}")
+
+
+def _over_limit(total: int, terms: ImportTerms, which: str, hint: str) -> ErrorInfo:
+    were = "record was" if total == 1 else "records were"
     return ErrorInfo(
-        "Invalid",
-        f"{total} {'record was' if total == 1 else 'records were'} rejected, and --max-rejects allows "
-        f"{terms.max_rejects}: {some}",
-        f"nothing was published; {listed} in {path}",
+        "Invalid", f"{total} {were} rejected, and --max-rejects allows {terms.max_rejects}: {which}", hint
     )
+
+
+def _untold(error: Corrupt | Invalid) -> str:
+    """Instead of places, in a message about a job that fails for another reason."""
+    return f"where cannot be told, because {error.message}"
 
 
 def _losing_files(job: Job, store: JobStore, terms: ImportTerms) -> list[StagedFile]:
@@ -280,7 +296,7 @@ def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
         return None
     first = found.first
     with _places(job, store, config) as places:
-        place, winner = _both(first, places)
+        both = _both(first, places)
     key = ", ".join(terms.unique)
     count = "1 row repeats" if found.losers == 1 else f"{found.losers:,} rows repeat"
     if terms.on_duplicate == "error":
@@ -291,7 +307,7 @@ def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
         hint = (
             "nothing was published, and what the table has is never taken back: use --on-duplicate keep-first"
         )
-    return ErrorInfo("Invalid", f"{count} the unique key {key}: {place} has that of {winner}", hint)
+    return ErrorInfo("Invalid", f"{count} the unique key {key}: {both}", hint)
 
 
 def _came_meanwhile(job: Job, head: TargetTable, store: JobStore, config: Config) -> ErrorInfo | None:
@@ -321,11 +337,10 @@ def _came_meanwhile(job: Job, head: TargetTable, store: JobStore, config: Config
         for spec in plan_unique(files, job.plan, fresh):
             first = repeated_in_table(job.plan, spec.descriptor, files, storage)
             if first is not None:
-                place, winner = _both(first, places)
                 return ErrorInfo(
                     "Invalid",
-                    f"somebody else has published a row with the same unique key meanwhile: {place} has that "
-                    f"of {winner}",
+                    "somebody else has published a row with the same unique key meanwhile: "
+                    f"{_both(first, places)}",
                     "nothing was published; import again: the keys are then compared with the table as it is",
                 )
     return None
@@ -394,10 +409,13 @@ def _rows_in(file: StagedFile, storage: Storage) -> list[Json]:
         return list(pa.ipc.open_file(opened).read_all().to_pylist())
 
 
-def _both(one: Duplicate, places: Places) -> tuple[Place, Place]:
-    """Where a row that repeats a key stands, and the one that it repeats."""
-    known = recall_duplicates(places, [one])
-    return known[one.task, one.record].place, winner_of(one, known)
+def _both(one: Duplicate, places: Places) -> str:
+    """Where a row that repeats a key stands, and the one that it repeats, for a message."""
+    try:
+        known = recall_duplicates(places, [one])
+    except (Corrupt, Invalid) as error:
+        return _untold(error)
+    return f"{known[one.task, one.record].place} has that of {winner_of(one, known)}"
 
 
 def _storage(job: Job, config: Config) -> Storage:

@@ -20,12 +20,14 @@ import pytest
 from pyiceberg.types import StringType
 
 from lockstep import attempt, importer, pipeline, review
-from lockstep.errors import Conflict, Invalid
+from lockstep.errors import Conflict, Invalid, Retryable
 from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import DATA, RUN, Job, State
 from lockstep.merge import Dropped, MergeReader
 from lockstep.review import sortedness, tally
 from lockstep.source import Chunk, ParseOptions
+from lockstep.source.files import FilesInput
+from lockstep.stages import stage_is_over
 from tests.files_lab import schema_of
 from tests.import_lab import TARGET, ImportLab
 from tests.store_lab import MovedClock
@@ -701,6 +703,74 @@ def test_a_rejected_duplicate_is_listed_with_its_text(lab: ImportLab, format: st
         assert [json.loads(raw) for raw in texts] == ROWS[3:]
     if format != "iceberg":  # its rows may stand in any of its files
         assert int(found[0]["line"]) == (8 if format == "csv" else 4)
+
+
+def _mapped(lab: ImportLab, **options: Any) -> Job:
+    """An import of a key that repeats, after its first stage."""
+    lab.write("a.csv", "id,v\n1,a\n2,b\n1,second\n")
+    job = lab.plan("a.csv", unique=("id",), rejects=str(lab.folder / "bad.csv"), **options)
+    while not stage_is_over(job):
+        job = lab.round(job)
+    return job
+
+
+@pytest.mark.parametrize("change", ["is gone", "has changed"])
+def test_an_input_that_rejects_cannot_be_listed_from_fails_the_job_until_it_is_put_back(
+    lab: ImportLab, change: str
+) -> None:
+    job = _mapped(lab, on_duplicate="reject", max_rejects=5)
+    path, aside, rejects = lab.folder / "a.csv", lab.folder / "aside", lab.folder / "bad.csv"
+    path.rename(aside)
+    if change == "has changed":
+        lab.write("a.csv", "id,v\n7,q\n8,r\n9,others\n")
+
+    job = lab.finish(job)
+
+    assert job.state is State.FAILED
+    assert job.error is not None
+    assert f"{path} {change} since the import was planned" in job.error.message
+    assert "lockstep retry" in str(job.error.hint)
+    assert (lab.rows(), rejects.exists()) == ([], False)
+    aside.rename(path)
+    job = lab.finish(lab.store.retry(job.job_id))
+    assert job.state is State.COMPLETED, job.error
+    (row,) = csv.DictReader(io.StringIO(rejects.read_text()))
+    assert (row["line"], row["raw"]) == ("4", "1,second")
+    assert row["reason"] == f"the same key as {path} line 2"
+
+
+def test_an_outage_while_rejects_are_listed_is_tried_again(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = _mapped(lab, on_duplicate="reject", max_rejects=5)
+
+    def away(*_: Any) -> Iterator[Any]:
+        raise Retryable("the storage answers 503")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FilesInput, "recall", away)
+        with pytest.raises(Retryable, match="503"):
+            lab.finish(job)
+    assert not (lab.folder / "bad.csv").exists()
+    job = lab.finish(lab.store.read(job.job_id))
+    assert job.state is State.COMPLETED, job.error
+    (row,) = csv.DictReader(io.StringIO((lab.folder / "bad.csv").read_text()))
+    assert row["raw"] == "1,second"
+
+
+@pytest.mark.parametrize("policy", ["error", "reject"])
+def test_an_input_that_is_gone_does_not_hide_why_a_job_fails(lab: ImportLab, policy: str) -> None:
+    job = _mapped(lab, on_duplicate=policy)
+    (lab.folder / "a.csv").unlink()
+    job = lab.finish(job)
+    assert job.state is State.FAILED
+    assert job.error is not None
+    found = "1 row repeats the unique key id" if policy == "error" else "1 record was rejected"
+    assert job.error.message.startswith(found)
+    assert job.error.message.endswith(
+        f": where cannot be told, because {lab.folder / 'a.csv'} is gone since the import was planned"
+    )
+    assert "line" not in job.error.message
 
 
 def test_to_list_rejects_and_duplicates_each_task_is_read_once_and_in_order(

@@ -283,7 +283,8 @@ class Input(Protocol):
         """Some records of a task, in ascending order, each once: the task is read once for all of them.
 
         The text of a record is what the file has; a row of another format is shown as JSON.
-        Raises: Corrupt if the inputs have fewer records; Retryable if the storage does not answer.
+        Raises: Corrupt if an input is not what was frozen, after the last record at the latest; Retryable if
+        the storage does not answer.
         """
         ...
 

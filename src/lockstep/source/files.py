@@ -156,7 +156,7 @@ class FilesInput:
         batch_bytes: int,
     ) -> Iterator[Chunk]:
         frozen = _Frozen.of(pin)
-        files = [frozen.files[number] for number in dict.fromkeys(p[0] for p in descriptor["pieces"])]
+        files = frozen.files_of(descriptor)
         self._require_unchanged(files)
         held: Chunk | None = None
         for chunk in self._chunks(frozen, descriptor, position, columns, batch_bytes):
@@ -196,11 +196,16 @@ class FilesInput:
     def recall(
         self, pin: Json, descriptor: Json, records: Sequence[int], columns: Sequence[ColumnMap]
     ) -> Iterator[Recalled]:
+        """A caller who has not taken all of them does not know yet that they are those that were frozen."""
         frozen = _Frozen.of(pin)
+        files = frozen.files_of(descriptor)
+        self._require_unchanged(files)
         if (rows := _row_format_of(self._storage, frozen.format)) is not None:
-            return recall_rows(frozen.files, rows, descriptor, records, columns)
-        reader = TextReader(self._storage, frozen.files, frozen.records, None)
-        return recall_text(reader, frozen.records, descriptor, records)
+            yield from recall_rows(frozen.files, rows, descriptor, records, columns)
+        else:
+            reader = TextReader(self._storage, frozen.files, frozen.records, None)
+            yield from recall_text(reader, frozen.records, descriptor, records)
+        self._require_unchanged(files)
 
     def close(self) -> None:
         self._finders.clear()
@@ -269,6 +274,10 @@ class _Frozen:
             pin["record_bytes"],
             [RawFile.from_json(raw) for raw in pin["files"]],
         )
+
+    def files_of(self, descriptor: Json) -> list[RawFile]:
+        """The files of a task."""
+        return [self.files[number] for number in dict.fromkeys(p[0] for p in descriptor["pieces"])]
 
     @cached_property
     def _dialect(self) -> Dialect:

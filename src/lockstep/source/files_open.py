@@ -134,7 +134,8 @@ def require_unchanged(storage: Storage, file: RawFile) -> None:
     if found.size_bytes != file.size_bytes or identity_of(storage, found) != file.identity:
         raise Corrupt(
             f"{file.url} has changed since the import was planned",
-            hint="import it anew; nothing of this job was published",
+            hint="put the file back as it was, with its time of change, and `lockstep retry` the job, or "
+            "import it anew; nothing of this job was published",
         )
 
 
