@@ -165,6 +165,22 @@ def test_files_with_other_columns_are_refused_by_name(tmp_path):
         FilesLab(tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ('"a,b"|c', ["a,b", "c"]),
+        ('id;"Price, EUR"', ["id", "Price, EUR"]),
+        ('id|"a;b;c"|x', ["id", "a;b;c", "x"]),
+        ("id;price, EUR;x", ["id", "price, EUR", "x"]),
+        ('5" pipe;x', ['5" pipe', "x"]),
+    ],
+)
+def test_the_delimiter_is_the_most_frequent_mark_outside_of_quotes(tmp_path, header, names):
+    mark = "|" if "|" in header else ";"
+    lab = read_one(tmp_path, f"{header}\n{mark.join('12345'[: len(names)])}\n")
+    assert [column.name for column in lab.table.columns] == names
+
+
 def test_files_with_other_delimiters_are_refused_by_these(tmp_path):
     csv_file(tmp_path, "a\tb\nx\t1\n", "1.csv")
     csv_file(tmp_path, "a;b\ny;2\n", "2.csv")

@@ -30,6 +30,7 @@ MOST_RECORD_BYTES: Final = 1 << 30
 BOM: Final = b"\xef\xbb\xbf"
 LINE_END: Final = re.compile(rb"\r\n?|\n")
 NEWLINE: Final = re.compile(rb"\n")
+LIKELY_DELIMITERS: Final = (",", "\t", ";", "|")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def describe_csv(storage: Storage, files: Sequence[RawFile], options: ParseOptio
     Raises: Invalid if the files do not name the same columns, or name none.
     """
     first = next((_first_line(storage, file, options) for file in files if file.size_bytes), b"")
-    delimiter = options.delimiter or _likely_delimiter(files[0].url, first)
+    delimiter = options.delimiter or _likely_delimiter(files[0].url, first, options.quote.encode())
     dialect = dialect_of(options, delimiter)
     layouts: list[list[str]] = []
     known: list[RawFile] = []
@@ -66,7 +67,8 @@ def describe_csv(storage: Storage, files: Sequence[RawFile], options: ParseOptio
         if names not in layouts:
             if layouts:
                 if options.header and options.delimiter is None:
-                    own = _likely_delimiter(file.url, _first_line(storage, file, options))
+                    first = _first_line(storage, file, options)
+                    own = _likely_delimiter(file.url, first, options.quote.encode())
                     _require_same_delimiter(delimiter, own, files[0].url, file.url)
                 _require_same_columns(layouts[0], names, known[0].url, file.url)
             layouts.append(names)
@@ -97,10 +99,15 @@ def _first_line(storage: Storage, file: RawFile, options: ParseOptions) -> bytes
     return lines[options.skip] if len(lines) > options.skip else b""
 
 
-def _likely_delimiter(url: str, first: bytes) -> str:
+def _likely_delimiter(url: str, first: bytes, quote: bytes) -> str:
+    """The mark that stands most often in the first line outside of quotes."""
     if bare_name(url).lower().endswith((".tsv", ".tab")):
         return "\t"
-    return next((mark for mark in (",", "\t", ";", "|") if mark.encode() in first), ",")
+    mark = re.escape(quote)
+    bare = re.sub(mark + rb"[^" + mark + rb"]*(" + mark + rb"|$)", b"", first) if quote else first
+    # A quote inside of a name is no quote: what it hides counts where nothing else does.
+    shown = bare if any(each.encode() in bare for each in LIKELY_DELIMITERS) else first
+    return max(LIKELY_DELIMITERS, key=lambda each: shown.count(each.encode()))
 
 
 def _open_csv(
