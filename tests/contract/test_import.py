@@ -17,7 +17,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyiceberg.types import StringType
+from pyiceberg.catalog import load_catalog
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table.sorting import NullOrder, SortDirection, SortField, SortOrder
+from pyiceberg.transforms import BucketTransform, IdentityTransform
+from pyiceberg.types import LongType, NestedField, StringType
 
 from lockstep import attempt, importer, pipeline, review
 from lockstep.errors import Conflict, Invalid, Retryable
@@ -464,34 +469,65 @@ def test_a_sort_order_is_given_to_a_table_without_one_and_never_changed(lab: Imp
     assert len(lab.rows()) == 3
 
 
-def test_rows_go_to_their_partitions_sorted_within_each(lab: ImportLab) -> None:
-    from pyiceberg.partitioning import PartitionField, PartitionSpec
-    from pyiceberg.schema import Schema
-    from pyiceberg.transforms import BucketTransform
-    from pyiceberg.types import LongType, NestedField, StringType
-
-    rows = some_rows(3000)
-    lab.write("a.csv", as_csv(rows))
+def make_table(lab: ImportLab, **layout: Any) -> None:
+    """The table of `as_csv`, made by somebody else."""
+    catalog = load_catalog("lake", **lab.config.catalogs["lake"])
+    catalog.create_namespace_if_not_exists("db")
     schema = Schema(
         NestedField(1, "id", LongType()),
         NestedField(2, "k", LongType()),
         NestedField(3, "name", StringType()),
     )
+    catalog.create_table("db.t", schema=schema, **layout)
+
+
+def test_rows_go_to_their_partitions_sorted_within_each(lab: ImportLab) -> None:
+    rows = some_rows(3000)
+    lab.write("a.csv", as_csv(rows))
     spec = PartitionSpec(PartitionField(2, 1000, BucketTransform(4), "k_bucket"))
-    from pyiceberg.catalog import load_catalog
+    make_table(lab, partition_spec=spec)
 
-    catalog = load_catalog("lake", **lab.config.catalogs["lake"])
-    catalog.create_namespace_if_not_exists("db")
-    catalog.create_table("db.t", schema=schema, partition_spec=spec)
-
-    job = lab.run("a.csv", sort_by=("id",), create=False)
+    job = lab.run("a.csv", sort_by=("id",), create=False, file_size_bytes=20_000)
 
     assert job.state is State.COMPLETED, job.error
     assert sorted(published(lab)) == sorted(rows)
-    assert len({str(task.file.partition) for task in lab.table().scan().plan_files()}) == 4
+    files = [task.file for task in lab.table().scan().plan_files()]
+    assert len({str(file.partition) for file in files}) == 4 < len(files)
     for file in lab.files():
         ids = file["id"].to_pylist()
         assert ids == sorted(ids)
+    assert sortedness(job, lab.store) == 1.0, "files are compared within their partition"
+    staged = list(lab.store.manifest(job.job_id, "merge"))
+    written = {(file.path.split("-")[-3], tuple(file.partition)) for file in staged}
+    tasks = len(lab.store.tasks(job.job_id, "merge"))
+    assert 1 < tasks <= len(written) < tasks + 4, "ranges follow each other by partition first"
+
+
+def test_a_table_with_a_backward_order_gets_its_rows_in_it(lab: ImportLab) -> None:
+    order = SortOrder(SortField(2, IdentityTransform(), SortDirection.DESC, NullOrder.NULLS_LAST))
+    make_table(lab, sort_order=order)
+    rows = some_rows(3000, keys=3000)
+    unknown = "".join(f"{n},,x\n" for n in range(3000, 3100))
+    lab.write("in/a.csv", "id,k,name\n" + unknown)
+    lab.write("in/b.csv", as_csv(rows))
+
+    job = lab.run("in", create=False, file_size_bytes=20_000)
+
+    assert job.state is State.COMPLETED, job.error
+    files = lab.files()
+    assert len(files) > 2
+    found = [key for file in files for key in file["k"].to_pylist()]
+    assert found == sorted((row[1] for row in rows), reverse=True) + [None] * 100
+    assert sortedness(job, lab.store) == 1.0
+
+
+def test_files_that_overlap_count_as_not_in_order(lab: ImportLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.write("a.csv", as_csv(some_rows(3000, keys=3000)))
+    job = lab.run("a.csv", sort_by=("k",), file_size_bytes=20_000)
+    files = list(lab.store.manifest(job.job_id, "merge"))
+    assert len(files) > 2
+    monkeypatch.setattr(lab.store, "manifest", lambda *_: [*files[:-1], files[0]])
+    assert sortedness(job, lab.store) == (len(files) - 2) / (len(files) - 1)
 
 
 @pytest.mark.parametrize(
@@ -662,6 +698,7 @@ def test_rejected_duplicates_are_in_the_rejects_file_and_count_as_rejects(lab: I
     assert (row["line"], row["column"]) == ("3", "k")
     assert "line 2" in row["reason"]
     assert row["raw"] == "2,1"
+    assert tally(job, lab.store).rejected == 1
     lab.write("b.csv", "id,k\n5,5\n6,5\n")
     refused = lab.run("b.csv", **asked)
     assert refused.state is State.FAILED

@@ -223,6 +223,11 @@ def test_a_run_that_changed_or_is_gone_is_corrupt_and_named(tmp_path: Path) -> N
     path.write_bytes(whole + b"x")
     with pytest.raises(Corrupt, match=path.name):
         list(reader.read(task.descriptor, None, 1000))
+    other = RunsLab(tmp_path / "other")
+    other.map([[batch_of([(at, "y", at) for at in range(9)])]])
+    path.write_bytes(Path(other.files["map"][0].path).read_bytes())
+    with pytest.raises(Corrupt, match=f"{path.name} was listed with {len(whole)} bytes"):
+        list(reader.read(task.descriptor, None, 1000))
     path.write_bytes(b"x" * len(whole))
     with pytest.raises(Corrupt, match=path.name):
         list(reader.read(task.descriptor, None, 1000))
