@@ -26,19 +26,23 @@ from lockstep.job import (
     Job,
     Json,
     Kind,
+    Plan,
     StagedFile,
     State,
 )
+from lockstep.partitioning import Field, fields_of
 from lockstep.places import COLUMNS, Places, duplicate_row, recall_duplicates, reject_row, winner_of
 from lockstep.secrets import expand
 from lockstep.source import Place, open_frozen
 from lockstep.store import JobStore
 from lockstep.target import TargetTable
+from lockstep.transforms import MONOTONIC, Transform
 
 if TYPE_CHECKING:
     from lockstep.storage import Storage
     from lockstep.unique import Duplicate
 
+Extent = tuple[Any, Any]
 SURE: Final = 15
 """Letters of a text's bound that shortening it has left alone."""
 NAMED: Final = 3
@@ -118,41 +122,75 @@ def review(job: Job, store: JobStore, config: Config, head: TargetTable | None =
     return problem
 
 
+def sorted_by(plan: Plan) -> list[str]:
+    """The table's order as people write it: `bucket[16](id)`, `ts desc`."""
+    named = []
+    for raw, column in zip(plan.sort_order["fields"], _order_fields(plan), strict=True):
+        name, transform = ".".join(column.path), raw["transform"]
+        text = name if transform == "identity" else f"{transform}({name})"
+        named.append(text + (" desc" if raw["direction"] == "desc" else ""))
+    return named
+
+
 def sortedness(job: Job, store: JobStore) -> float | None:
     """The share of data files that begin where the one before them in their partition ends, or later.
 
-    By the first column of the table's order, as the files' own bounds say; None without an order.
+    By the first column of the table's order that varies within a partition, as the files' own bounds say.
+    None without an order, and where bounds do not tell: a bucket of the least value is not the least bucket.
     """
-    fields = job.plan.sort_order["fields"]
-    if job.plan.terms is None or not job.plan.terms.order or not fields:
+    plan = job.plan
+    if plan.terms is None or not plan.terms.order or not plan.sort_order["fields"]:
         return None
-    field_id, backwards = fields[0]["source-id"], fields[0]["direction"] == "desc"
-    kind = next(field["type"] for field in job.plan.schema["fields"] if field["id"] == field_id)
-    before: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-    pairs = in_row = 0
-    for file in store.manifest(job.job_id, job.plan.stages[-1]):
-        extent = _extent(file, field_id, kind) if file.kind == DATA else None
-        if extent is None:
+    fixed = {(one.get("source-id"), one["transform"]) for one in plan.spec["fields"]}
+    varying = [
+        (raw, column.transform)
+        for raw, column in zip(plan.sort_order["fields"], _order_fields(plan), strict=True)
+        if (raw["source-id"], raw["transform"]) not in fixed
+    ]
+    pairs = told = in_row = 0
+    before: dict[tuple[Any, ...], Extent | None] = {}
+    for file in store.manifest(job.job_id, plan.stages[-1]):
+        if file.kind != DATA:
             continue
-        if (earlier := before.get(tuple(file.partition))) is not None:
+        partition = tuple(file.partition)
+        extent = _extent(file, *varying[0]) if varying else None
+        if partition in before:
             pairs += 1
-            in_row += extent[1] <= earlier[0] if backwards else earlier[1] <= extent[0]
-        before[tuple(file.partition)] = extent
-    return in_row / pairs if pairs else 1.0
+            earlier = before[partition]
+            if earlier is not None and extent is not None:
+                told += 1
+                backwards = varying[0][0]["direction"] == "desc"
+                in_row += extent[1] <= earlier[0] if backwards else earlier[1] <= extent[0]
+        before[partition] = extent
+    if not pairs or not varying:
+        return 1.0
+    return in_row / told if told else None
 
 
-def _extent(file: StagedFile, field_id: int, kind: str) -> tuple[Any, Any] | None:
+def _order_fields(plan: Plan) -> list[Field]:
+    named = [{**raw, "name": "sort order"} for raw in plan.sort_order["fields"]]
+    return fields_of({"fields": named}, plan.schema)
+
+
+def _extent(file: StagedFile, raw: Json, transform: Transform) -> Extent | None:
     """The least and the greatest value; of texts what their shortened bounds are sure of."""
     from pydantic import TypeAdapter
     from pyiceberg.conversions import from_bytes
+    from pyiceberg.transforms import parse_transform
     from pyiceberg.types import IcebergType, PrimitiveType
 
-    bounds = [file.stats.get(name, {}).get(str(field_id)) for name in ("lower_bounds", "upper_bounds")]
+    if transform.name not in MONOTONIC:
+        return None
+    field_id = str(raw["source-id"])
+    bounds = [file.stats.get(name, {}).get(field_id) for name in ("lower_bounds", "upper_bounds")]
     if None in bounds:
         return None
-    parsed: Any = TypeAdapter(IcebergType).validate_python(kind)
+    parsed: Any = TypeAdapter(IcebergType).validate_python(transform.source_type)
     assert isinstance(parsed, PrimitiveType)
-    low, high = (from_bytes(parsed, base64.b64decode(bound)) for bound in bounds)
+    change = parse_transform(raw["transform"]).transform(parsed)
+    low: Any
+    high: Any
+    low, high = (change(from_bytes(parsed, base64.b64decode(bound))) for bound in bounds)
     return (low[:SURE], high[:SURE]) if isinstance(low, str | bytes) else (low, high)
 
 

@@ -12,7 +12,8 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from pyiceberg.catalog import load_catalog
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.sorting import NullOrder, SortDirection, SortField, SortOrder
-from pyiceberg.transforms import BucketTransform, IdentityTransform
+from pyiceberg.transforms import BucketTransform, IdentityTransform, parse_transform
 from pyiceberg.types import LongType, NestedField, StringType
 
 from lockstep import attempt, importer, pipeline, review
@@ -29,7 +30,7 @@ from lockstep.errors import Conflict, Invalid, Retryable
 from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import DATA, RUN, Job, State
 from lockstep.merge import Dropped, MergeReader
-from lockstep.review import sortedness, tally
+from lockstep.review import sorted_by, sortedness, tally
 from lockstep.source import Chunk, ParseOptions
 from lockstep.source.files import FilesInput
 from lockstep.stages import stage_is_over
@@ -479,6 +480,39 @@ def make_table(lab: ImportLab, **layout: Any) -> None:
         NestedField(3, "name", StringType()),
     )
     catalog.create_table("db.t", schema=schema, **layout)
+
+
+@pytest.mark.parametrize(
+    ("order", "partitioned", "names", "told"),
+    [
+        (("truncate[800] id", "identity name"), "", ["truncate[800](id)", "name"], True),
+        (("truncate[2] name",), "", ["truncate[2](name)"], True),
+        (("bucket[16] id", "identity id desc"), "", ["bucket[16](id)", "id desc"], False),
+        (("bucket[2] k", "identity id"), "bucket[2]", ["bucket[2](k)", "id"], True),
+    ],
+)
+def test_the_share_of_files_in_order_is_that_of_the_transformed_values_or_unknown(
+    lab: ImportLab, order: tuple[str, ...], partitioned: str, names: list[str], told: bool
+) -> None:
+    rows = [(n, k, f"{n * 7919 % 1000} {name}") for n, k, name in some_rows(4000)]
+    lab.write("a.csv", as_csv(rows))
+    parts = [PartitionField(2, 1000, parse_transform(partitioned), "part")] if partitioned else []
+    sorting = SortOrder(*(_sort_field(*text.split()) for text in order))
+    make_table(lab, partition_spec=PartitionSpec(*parts), sort_order=sorting)
+
+    job = lab.run("a.csv", create=False, file_size_bytes=8_000)
+
+    assert job.state is State.COMPLETED, job.error
+    assert sorted_by(job.plan) == names
+    assert len(lab.files()) > 2
+    backwards = SimpleNamespace(manifest=lambda *at: reversed(list(lab.store.manifest(*at))))
+    found = [sortedness(job, store) for store in (lab.store, cast(Any, backwards))]
+    assert found == ([1.0, 0.0] if told else [None, None])
+
+
+def _sort_field(transform: str, name: str, direction: str = "asc") -> SortField:
+    number = ("id", "k", "name").index(name) + 1
+    return SortField(number, parse_transform(transform), SortDirection(direction))
 
 
 def test_rows_go_to_their_partitions_sorted_within_each(lab: ImportLab) -> None:

@@ -227,14 +227,13 @@ def _closing(session: Session, job: Job) -> list[Answer]:
         return list(closing(job))
     terms = job.plan.terms
     assert terms is not None
-    names = [key.column for key in terms.order]
     rows = [
         ("rows read", number(summary["rows_read"])),
         ("rows written", number(summary["rows_written"])),
         ("rows rejected", number(summary["rows_rejected"])),
         ("duplicates", number(summary["duplicates"]) if terms.unique else "not checked"),
         ("files", f"{number(summary['data_files'])} ({size(job.bytes_done)})"),
-        ("sorted by", _sorted_by(names, summary)),
+        ("sorted by", _sorted_by(job, summary)),
     ]
     parts: list[Answer] = [*closing(job), Grid(("", ">"), rows)]
     if summary["rejects_file"] is not None:
@@ -242,11 +241,17 @@ def _closing(session: Session, job: Job) -> list[Answer]:
     return parts
 
 
-def _sorted_by(names: list[str], summary: dict[str, Any]) -> str:
-    if not names:
+def _sorted_by(job: Job, summary: dict[str, Any]) -> str:
+    from lockstep.review import sorted_by
+
+    if job.plan.terms is None or not job.plan.terms.order:
         return "nothing"
-    in_order = f" ({summary['sortedness']:.0%} of the files in order)" if summary["data_files"] else ""
-    return ", ".join(names) + in_order
+    by = ", ".join(sorted_by(job.plan))
+    if not summary["data_files"]:
+        return by
+    if summary["sortedness"] is None:
+        return f"{by} (how many files are in order, their statistics do not tell)"
+    return f"{by} ({summary['sortedness']:.0%} of the files in order)"
 
 
 # Reading everything without writing anything
