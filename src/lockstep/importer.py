@@ -40,6 +40,18 @@ TYPES: Final = (
     "boolean, int, long, float, double, decimal(P, S), date, time, timestamp, timestamptz, string, uuid, "
     "binary, fixed[N]; nested types in Iceberg's JSON"
 )
+_FORMAT_NAMES: Final = {
+    "json": "JSON lines",
+    "parquet": "Parquet files",
+    "avro": "Avro files",
+    "iceberg": "an Iceberg table",
+}
+_USES: Final = {
+    "schema": "it is for text; these inputs have types of their own",
+    "skip": "it is for text, CSV or JSON lines",
+    "compression": "it is for text, CSV or JSON lines",
+    "format": "it is for files",
+}
 TASK_BYTES: Final = 128_000_000
 LEAST_TASK_BYTES: Final = 16_000_000
 SHARES: Final = 4
@@ -147,6 +159,7 @@ def draft_import(
         raise Invalid(f"there is no table {request.target}", hint="pass --create to make it")
     files = _open(request, existing, config)
     undo.callback(files.close)
+    _check_options(request.options, files.format)
     table = files.describe()
     order = request.sort_by or request.unique
     if existing is None:
@@ -227,6 +240,14 @@ def _check_schema(schema: Json | None) -> None:
                 f'--schema gives column "{column["name"]}" the type {kind}, which Lockstep does not write',
                 hint=TYPES,
             ) from error
+
+
+def _check_options(options: ParseOptions, format: str) -> None:
+    """Raises: Invalid for an option that would change nothing about inputs of this format."""
+    for option in options.without_effect(format):
+        spelled = "--no-header" if option == "header" else f"--{option}"
+        use = _USES.get(option, "it is for CSV")
+        raise Invalid(f"{spelled} has no effect on {_FORMAT_NAMES[format]}", hint=f"leave it out: {use}")
 
 
 def _open(request: ImportRequest, existing: TargetTable | None, config: Config) -> Input:

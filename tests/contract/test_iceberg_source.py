@@ -169,6 +169,29 @@ def test_an_iceberg_table_is_an_input_on_its_own(lake: Lake) -> None:
         open_input(["iceberg://lake/db.t", "a.csv"], ParseOptions(), lake.config)
 
 
+def test_a_limit_is_exact_from_whatever_position_reading_goes_on(lake: Lake) -> None:
+    rows = pa.table({"id": list(range(300))})
+    table = lake.table(rows)
+    table.delete("id < 20")
+    table.append(rows)
+    everything = all_rows(lake.input())
+    for limit in (0, 1, 279, 280, 281, 500, 900):
+        found = open_input(["iceberg://lake/db.t"], ParseOptions(limit=limit), lake.config)
+        pin, columns = found.freeze(), columns_of(lake.input())
+        tasks = found.plan_tasks(pin, 1)
+        assert sum(task.rows for task in tasks) == min(limit, 580)
+        executor = open_frozen("iceberg://lake/db.t", json.loads(json.dumps(pin.detail)), lake.config)
+        wanted = everything[:limit]
+        for task in tasks:
+            chunks = list(executor.read(pin.detail, task.descriptor, None, columns, 256))
+            assert [row for chunk in chunks for row in chunk.batch.to_pylist()] == wanted
+            done = 0
+            for chunk in chunks:
+                done += chunk.batch.num_rows
+                rest = executor.read(pin.detail, task.descriptor, chunk.position, columns, 256)
+                assert [row for one in rest for row in one.batch.to_pylist()] == wanted[done:]
+
+
 def test_an_unknown_partition_or_file_is_refused(lake: Lake) -> None:
     lake.table(pa.table({"id": [1]}))
     with pytest.raises(Invalid, match="no partition"):

@@ -180,6 +180,21 @@ class ParseOptions:
     def from_json(cls, raw: Json) -> ParseOptions:
         return cls(**{**raw, "null": tuple(raw["null"])})
 
+    def without_effect(self, format: str) -> list[str]:
+        """Those that are not as they are by default, and that mean nothing to inputs of this format."""
+        given, plain = self.to_json(), ParseOptions().to_json()
+        return [name for name in given if given[name] != plain[name] and name not in _MEANINGFUL[format]]
+
+
+_TEXT_OPTIONS: Final = frozenset({"format", "limit", "compression", "skip", "schema"})
+_MEANINGFUL: Final = {
+    "csv": _TEXT_OPTIONS | {"delimiter", "quote", "escape", "header", "null"},
+    "json": _TEXT_OPTIONS,
+    "parquet": frozenset({"format", "limit"}),
+    "avro": frozenset({"format", "limit"}),
+    "iceberg": frozenset({"limit"}),
+}
+
 
 class Source(Protocol):
     def describe(self) -> SourceTable:
@@ -239,6 +254,11 @@ class Source(Protocol):
 
 class Input(Protocol):
     """Where an import reads from: frozen as a whole, cut into tasks, read from any position."""
+
+    @property
+    def format(self) -> str:
+        """csv, json, parquet, avro or iceberg. Raises: Invalid if there is no input, or several formats."""
+        ...
 
     def describe(self) -> SourceTable:
         """Raises: Invalid if there is nothing to read, or if the inputs do not fit each other."""
@@ -326,7 +346,7 @@ def open_input(addresses: Sequence[str], options: ParseOptions, config: Config) 
             raise Invalid("an Iceberg table is imported alone, not together with other inputs")
         from lockstep.source.iceberg import IcebergInput
 
-        return IcebergInput(addresses[0], config)
+        return IcebergInput(addresses[0], config, options.limit)
     from lockstep.source.files import FilesInput
 
     return FilesInput(addresses, options, config)

@@ -82,7 +82,7 @@ class FilesInput:
     @cached_property
     def _described(self) -> Described:
         try:
-            format = self._format()
+            format = self.format
             if format == "csv":
                 return describe_csv(self._storage, self._raw_files(), self._options)
             if format == "json":
@@ -111,7 +111,7 @@ class FilesInput:
         ]
         detail: Json = {
             "kind": PIN_KIND,
-            "format": self._format(),
+            "format": self.format,
             "options": replace(self._options, **described.found).to_json(),
             "layouts": [list(names) for names in described.layouts],
             "record_bytes": described.record_bytes,
@@ -214,7 +214,8 @@ class FilesInput:
         for file in files:
             require_unchanged(self._storage, file)
 
-    def _format(self) -> str:
+    @cached_property
+    def format(self) -> str:
         if self._options.format is not None:
             if self._options.format not in FORMATS:
                 raise Invalid(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 KIND: Final = "iceberg"
 PLANNING_BATCH_BYTES: Final = 16 << 20
+ALL_BYTES: Final = 1 << 62
 
 _WITH_SNAPSHOT: Final = re.compile(r"(.+)@(\d+)")
 
@@ -278,7 +280,7 @@ class IcebergSource:
                 first, first_row, rows, stored = number + 1, first_row + rows, 0, 0
 
     def _all_rows(self, pin: Pin, columns: Sequence[ColumnMap]) -> Iterator[pa.RecordBatch]:
-        for task in self.plan_tasks(pin, 1 << 62):
+        for task in self.plan_tasks(pin, ALL_BYTES):
             for chunk in self.read(pin.detail, task.descriptor, None, columns, PLANNING_BATCH_BYTES):
                 yield chunk.batch
 
@@ -294,7 +296,16 @@ class IcebergSource:
 
 
 class IcebergInput(IcebergSource):
-    """A whole snapshot as the `Input` of an import: a sorted or re-partitioned copy of a table."""
+    """A whole snapshot as the `Input` of an import: a sorted or re-partitioned copy of a table.
+
+    `limit`: no more than so many of its rows.
+    """
+
+    format = KIND
+
+    def __init__(self, address: str, config: Config, limit: int | None = None) -> None:
+        super().__init__(address, config)
+        self._limit = limit
 
     def describe(self) -> SourceTable:
         """Another snapshot is another input."""
@@ -315,7 +326,10 @@ class IcebergInput(IcebergSource):
             PartInfo(file.path, self._rows_of(file), file.size_bytes, Piece(file.path))
             for file in self._files
         ]
-        return Pin(self._detail(self._files), found, sum(part.rows for part in found))
+        detail = self._detail(self._files)
+        if self._limit is not None:
+            detail["limit"] = self._limit
+        return Pin(detail, found, sum(part.rows for part in found))
 
     def without(self, pin: Pin, names: Collection[str]) -> Pin:
         parts = [part for part in pin.parts if part.name not in names]
@@ -323,6 +337,42 @@ class IcebergInput(IcebergSource):
 
     def _part_name(self, file: ScanFile) -> str:
         return file.path
+
+    def plan_tasks(self, pin: Pin, task_bytes: int) -> list[TaskSpec]:
+        """A limit on the rows makes one task of the files that are needed: only so can they be counted."""
+        limit: int | None = pin.detail.get("limit")
+        if limit is None:
+            return super().plan_tasks(pin, task_bytes)
+        needed: list[PartInfo] = []
+        rows = 0
+        for part in pin.parts:
+            if rows < limit:
+                needed.append(part)
+                rows += part.rows
+        tasks = super().plan_tasks(Pin(pin.detail, needed, rows), ALL_BYTES)
+        return [replace(task, rows=min(task.rows, limit)) for task in tasks]
+
+    def read(
+        self,
+        pin: Json,
+        descriptor: Json,
+        position: Position | None,
+        columns: Sequence[ColumnMap],
+        batch_bytes: int,
+    ) -> Iterator[Chunk]:
+        """As of any table. With a limit, positions have the rows that were given until there as well."""
+        chunks = super().read(pin, descriptor, position, columns, batch_bytes)
+        limit: int | None = pin.get("limit")
+        if limit is None:
+            yield from chunks
+            return
+        given: int = position["given"] if position is not None else 0
+        while given < limit and (chunk := next(chunks, None)) is not None:
+            assert chunk.position is not None
+            assert chunk.records is not None
+            batch = chunk.batch.slice(0, limit - given)
+            given += batch.num_rows
+            yield Chunk(batch, {**chunk.position, "given": given}, chunk.records.slice(0, batch.num_rows))
 
     def locate(self, pin: Json, descriptor: Json, record: int) -> Place:
         """The data file, and the row in it."""
