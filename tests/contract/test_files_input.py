@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import Corrupt, Invalid
 from lockstep.schema import arrow_schema
-from lockstep.source import Place, open_input
+from lockstep.source import Place, files_open, open_input
 from lockstep.source.files_describe import LEAST_SAMPLE_BYTES
 from tests.files_lab import FilesLab, schema_of
 
@@ -524,6 +524,20 @@ def test_a_file_that_changed_since_it_was_frozen_is_corrupt_and_named(tmp_path, 
     change(path)
     with pytest.raises(Corrupt, match=r"a\.csv (has changed|is gone) since the import was planned"):
         list(chunks)
+
+
+@pytest.mark.parametrize("where", ["beginning", "middle", "end"])
+def test_a_large_file_is_known_by_its_beginning_its_middle_and_its_end(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(files_open, "IDENTITY_BYTES", 100)
+    path = csv_file(tmp_path, "k,n\n" + "".join(f"x,{n}\n" for n in range(1000, 1100)))
+    lab = FilesLab(tmp_path, path.name)
+    before, content = path.stat(), bytearray(path.read_bytes())
+    near = {"beginning": 50, "middle": len(content) // 2 + 50, "end": len(content) - 50}[where]
+    content[content.index(b"x", near)] = ord("y")
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(Corrupt, match=path.name):
+        lab.read_all()
 
 
 # Which files

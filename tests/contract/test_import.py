@@ -317,7 +317,10 @@ def test_the_same_file_is_not_imported_twice_unless_that_is_said(lab: ImportLab)
     first = lab.run("a.csv", mode="direct")
     with pytest.raises(Conflict, match=first.job_id):
         lab.plan("a.csv", mode="direct")
-    assert lab.run("a.csv", mode="direct", on_existing="append").state is State.COMPLETED
+    again = lab.plan("a.csv", mode="direct", on_existing="append")
+    with pytest.raises(Conflict, match=again.job_id):
+        lab.plan("a.csv", mode="direct", on_existing="append")
+    assert lab.finish(again).state is State.COMPLETED
     assert len(lab.rows()) == 2
     lab.write("a.csv", "id,k\n3,4\n5,6\n")
     assert lab.run("a.csv", mode="direct").state is State.COMPLETED
@@ -646,11 +649,15 @@ def test_of_equal_keys_the_first_or_the_last_stays_whatever_the_buffers_and_cras
     rows = some_rows(3000, keys=1700)
     lab.write("in/a.csv", as_csv(rows[:1000]))
     lab.write("in/b.csv", as_csv(rows[1000:]))
-    lab.crashes.at = {("map.after_run", 3), ("stage.after_advance", 1), ("merge.after_file", 1)}
+    in_merge = {("merge.after_file", visit) for visit in (1, 3, 4, 6)}
+    lab.crashes.at = {("map.after_run", 3), ("stage.after_advance", 1), *in_merge}
 
-    job = lab.run("in", sort_by=sort_by, unique=("k",), on_duplicate=policy)
+    job = lab.run("in", sort_by=sort_by, unique=("k",), on_duplicate=policy, file_size_bytes=5_000)
 
     assert job.state is State.COMPLETED, job.error
+    attempts = {tuple(file.path.split("-")[-3:-1]) for file in lab.store.manifest(job.job_id, "merge")}
+    resumed = len(attempts) - len({task for task, _ in attempts})
+    assert resumed or sort_by == ("id",), "no merge was resumed in its middle: rows by id pack too well"
     expected = POLICIES[policy](rows)
     assert sorted(published(lab)) == sorted(expected.values())
     assert tally(job, lab.store).duplicates == len(rows) - len(expected)
@@ -918,9 +925,13 @@ def test_null_is_no_key(lab: ImportLab) -> None:
 
 
 @pytest.mark.parametrize(("theirs", "fits"), [("id,k\n9,2\n", False), ("id,k\n9,3\n", True)])
+@pytest.mark.parametrize("empty", [True, False], ids=["empty", "not-empty"])
 def test_a_key_that_somebody_publishes_while_ours_is_merged_is_noticed_before_the_commit(
-    lab: ImportLab, theirs: str, fits: bool
+    lab: ImportLab, theirs: str, fits: bool, empty: bool
 ) -> None:
+    if not empty:
+        lab.write("first.csv", "id,k\n7,1\n")
+        assert lab.run("first.csv", mode="direct").state is State.COMPLETED
     lab.write("a.csv", "id,k\n1,1\n2,2\n3,1\n")
     lab.write("b.csv", theirs)
     job = lab.plan("a.csv", unique=("k",), on_duplicate="keep-first")
@@ -931,7 +942,8 @@ def test_a_key_that_somebody_publishes_while_ours_is_merged_is_noticed_before_th
     job = lab.finish(job)
 
     assert job.state is (State.COMPLETED if fits else State.FAILED), job.error
-    assert sorted(row["id"] for row in lab.rows()) == ([1, 2, 9] if fits else [9])
+    ours = ([1, 2] if empty else [2]) if fits else []
+    assert sorted(row["id"] for row in lab.rows()) == [*ours, *([] if empty else [7]), 9]
     if not fits:
         assert job.error is not None
         assert "a.csv line 3" in job.error.message

@@ -150,6 +150,16 @@ def test_several_passes_give_what_one_merge_gives(tmp_path: Path) -> None:
     assert stages[-1] == ["combine", "recombine", "merge"]
 
 
+@pytest.mark.parametrize(("runs", "groups"), [(4, []), (5, [4, 1]), (9, [4, 4, 1])])
+def test_no_task_has_more_runs_open_than_the_fan_in(tmp_path: Path, runs: int, groups: list[int]) -> None:
+    with small(fan_in=4):
+        lab = RunsLab(tmp_path)
+        lab.map([[batch_of([(at, "x", at)])] for at in range(runs)])
+        following = next_stage("map", newest_runs(lab.files), lab.plan)
+    opened = [len(task.descriptor["runs"]) for task in following.tasks]
+    assert (following.stage, opened) == (("combine", groups) if groups else ("merge", [runs]))
+
+
 def test_a_key_that_is_half_of_the_rows_is_cut_by_runs_into_several_ranges(tmp_path: Path) -> None:
     rows = [(7 if at % 2 else at, "text" * 10, at) for at in range(2000)]
     with small(block=500, least_range=5000):
