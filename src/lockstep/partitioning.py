@@ -52,6 +52,11 @@ def fields_of(spec: Json, schema: Json) -> list[Field]:
     return [_field_of(raw, schema) for raw in spec.get("fields", ())]
 
 
+def order_fields(sort_order: Json, schema: Json) -> list[Field]:
+    """As `fields_of`, of a sort order."""
+    return [_field_of({**raw, "name": "sort order"}, schema) for raw in sort_order["fields"]]
+
+
 def _field_of(raw: Json, schema: Json) -> Field:
     source_id = raw["source-id"] if "source-id" in raw else raw["source-ids"][0]
     name, text = str(raw["name"]), str(raw["transform"])

@@ -22,6 +22,7 @@ from lockstep.sink import Sink
 from lockstep.sink.rejects import RejectSink
 from lockstep.source import Chunk, Input, open_frozen, open_source
 from lockstep.storage import Storage
+from lockstep.truncation import Truncations
 
 BATCHES_IN_MEMORY: Final = 16
 MAP_CHECKPOINT_S: Final = 10.0
@@ -103,8 +104,11 @@ def _from_outside(
             close=source.close,
         )
     files = open_frozen(source_address, plan.pin, config)
+    truncations = Truncations(plan.schema, plan.spec, plan.sort_order if lease.stage == "map" else None)
     return Pipeline(
-        lambda position: files.read(plan.pin, descriptor, position, plan.columns, batch_bytes),
+        lambda position: truncations.checked(
+            files.read(plan.pin, descriptor, position, plan.columns, batch_bytes)
+        ),
         _sink(plan, lease, storage),
         MAP_CHECKPOINT_S if lease.stage == "map" else None,
         Rejections(RejectSink(plan, lease, storage), files, plan, descriptor),

@@ -57,12 +57,15 @@ def reject_row(place: Place, column: str | None, reason: str, raw: str) -> Json:
 
 
 def recall_duplicates(
-    places: Places, duplicates: Sequence[Duplicate], others: Iterable[RowId] = ()
+    places: Places, duplicates: Sequence[Duplicate], others: Mapping[RowId, bool] | None = None
 ) -> dict[RowId, Recalled]:
-    """The rows that repeat a key, with their text; the rows that they repeat; and `others`."""
+    """The rows that repeat a key, with their text; the rows that they repeat; and `others`, with their text
+    where that is said."""
+    others = others or {}
     repeating = {(one.task, one.record) for one in duplicates}
     winners = {(one.winner_task, one.winner_record) for one in duplicates if one.winner_task is not None}
-    return places.recall([*repeating, *winners, *others], repeating)
+    with_text = repeating | {at for at, wanted in others.items() if wanted}
+    return places.recall([*repeating, *winners, *others], with_text)
 
 
 def winner_of(one: Duplicate, known: Mapping[RowId, Recalled]) -> Place:

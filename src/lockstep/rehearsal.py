@@ -22,6 +22,7 @@ from lockstep.runtime import new_id
 from lockstep.source import Chunk, Reject
 from lockstep.storage import Storage
 from lockstep.storage.options import options_of
+from lockstep.truncation import Truncations
 
 if TYPE_CHECKING:
     from lockstep.unique import Published
@@ -80,16 +81,20 @@ def _read_all(
     for number, task in enumerate(draft.tasks):
         rejects: list[Reject] = []
         yield number, _noted(draft, task, found, rejects, most_listed - len(found.problems))
-        known = places.recall((number, reject.record) for reject in rejects)
-        found.problems += [
-            reject_row(known[number, one.record].place, one.column, one.reason, one.raw) for one in rejects
-        ]
+        without_text = {(number, reject.record) for reject in rejects if not reject.raw}
+        known = places.recall(((number, reject.record) for reject in rejects), without_text)
+        for one in rejects:
+            at = known[number, one.record]
+            found.problems.append(reject_row(at.place, one.column, one.reason, one.raw or at.raw))
 
 
 def _noted(
     draft: Draft, task: TaskSpec, found: Rehearsal, rejects: list[Reject], most_listed: int
 ) -> Iterator[Chunk]:
-    for chunk in draft.files.read(draft.pin.detail, task.descriptor, None, draft.columns, BATCH_BYTES):
+    head = draft.head
+    truncations = Truncations(head.schema, head.spec, head.sort_order if draft.mode == "merge" else None)
+    chunks = draft.files.read(draft.pin.detail, task.descriptor, None, draft.columns, BATCH_BYTES)
+    for chunk in truncations.checked(chunks):
         found.rows += chunk.batch.num_rows
         found.rejected += len(chunk.rejects)
         rejects += chunk.rejects[: most_listed - len(rejects)]

@@ -30,7 +30,7 @@ from lockstep.job import (
     StagedFile,
     State,
 )
-from lockstep.partitioning import Field, fields_of
+from lockstep.partitioning import order_fields
 from lockstep.places import COLUMNS, Places, duplicate_row, recall_duplicates, reject_row, winner_of
 from lockstep.secrets import expand
 from lockstep.source import Place, open_frozen
@@ -125,7 +125,8 @@ def review(job: Job, store: JobStore, config: Config, head: TargetTable | None =
 def sorted_by(plan: Plan) -> list[str]:
     """The table's order as people write it: `bucket[16](id)`, `ts desc`."""
     named = []
-    for raw, column in zip(plan.sort_order["fields"], _order_fields(plan), strict=True):
+    columns = order_fields(plan.sort_order, plan.schema)
+    for raw, column in zip(plan.sort_order["fields"], columns, strict=True):
         name, transform = ".".join(column.path), raw["transform"]
         text = name if transform == "identity" else f"{transform}({name})"
         named.append(text + (" desc" if raw["direction"] == "desc" else ""))
@@ -142,9 +143,10 @@ def sortedness(job: Job, store: JobStore) -> float | None:
     if plan.terms is None or not plan.terms.order or not plan.sort_order["fields"]:
         return None
     fixed = {(one.get("source-id"), one["transform"]) for one in plan.spec["fields"]}
+    columns = order_fields(plan.sort_order, plan.schema)
     varying = [
         (raw, column.transform)
-        for raw, column in zip(plan.sort_order["fields"], _order_fields(plan), strict=True)
+        for raw, column in zip(plan.sort_order["fields"], columns, strict=True)
         if (raw["source-id"], raw["transform"]) not in fixed
     ]
     pairs = told = in_row = 0
@@ -165,11 +167,6 @@ def sortedness(job: Job, store: JobStore) -> float | None:
     if not pairs or not varying:
         return 1.0
     return in_row / told if told else None
-
-
-def _order_fields(plan: Plan) -> list[Field]:
-    named = [{**raw, "name": "sort order"} for raw in plan.sort_order["fields"]]
-    return fields_of({"fields": named}, plan.schema)
 
 
 def _extent(file: StagedFile, raw: Json, transform: Transform) -> Extent | None:
@@ -258,8 +255,11 @@ def _rejected(
 
     misfits = {(_task_of(file), row["record"]): row for file in staged for row in _rows_in(file, storage)}
     duplicates = first_duplicates(lost, most_lost, storage)
-    known = recall_duplicates(places, duplicates, misfits)
-    rows = {at: reject_row(known[at].place, r["column"], r["reason"], r["raw"]) for at, r in misfits.items()}
+    known = recall_duplicates(places, duplicates, {at: not row["raw"] for at, row in misfits.items()})
+    rows = {
+        at: reject_row(known[at].place, row["column"], row["reason"], row["raw"] or known[at].raw)
+        for at, row in misfits.items()
+    }
     rows |= {(one.task, one.record): duplicate_row(one, known, terms.unique) for one in duplicates}
     return [rows[at] for at in sorted(rows)]
 

@@ -304,6 +304,18 @@ def _truncated(numbers: Ints, transform: Transform) -> Ints:
     return result
 
 
+def least_truncated(transform: Transform) -> int | None:
+    """The least value (of a decimal: unscaled) whose truncation is of its type. None: all of them are."""
+    kind = kind_of(transform.source_type)
+    if transform.name != "truncate" or kind not in ("int", "long", "decimal"):
+        return None
+    if kind == "decimal":
+        most = 10 ** _digits(transform.source_type)[0] - 1
+    else:
+        most = 2**31 if kind == "int" else 2**63
+    return None if most % transform.width == 0 else -(most // transform.width) * transform.width
+
+
 def _without_partition(value: str, transform: Transform) -> Invalid:
     return Invalid(
         f"the value {value} has no partition under truncate[{transform.width}]: "

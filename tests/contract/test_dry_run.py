@@ -127,6 +127,67 @@ def test_what_a_dry_run_finds_is_what_the_import_rejects(lab: ImportLab) -> None
     assert found.duplicates == found.rows - len(lab.rows())
 
 
+@pytest.mark.parametrize(
+    ("partitioned", "mode", "what"),
+    [
+        (True, "direct", "partition"),
+        (True, "merge", "partition"),
+        (False, "merge", "place in the order"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "least", "low"),
+    [("int", -2147483640, -2147483648), ("decimal(3,2)", "-9.90", "-9.91")],
+)
+def test_a_value_that_cannot_be_truncated_is_a_reject_in_a_dry_run_and_in_the_import(
+    lab: ImportLab, kind: str, least: Any, low: Any, partitioned: bool, mode: str, what: str
+) -> None:
+    _truncated_table(lab, kind, partitioned)
+    path = lab.write("a.csv", f"id,k\nx,0\n{least},1\n{low},2\n,3\n")
+    asked: dict[str, Any] = {"create": False, "mode": mode}
+    if partitioned and mode == "merge":
+        asked["sort_by"] = ("k",)
+
+    found = lab.rehearse("a.csv", **asked)
+    job = lab.run("a.csv", **asked, max_rejects=2, rejects=str(lab.folder / "bad.parquet"))
+
+    assert job.state is State.COMPLETED, job.error
+    assert (found.rows, found.rejected, found.refused) == (2, 2, True)
+    assert sorted(row["k"] for row in lab.rows()) == [1, 3]
+    assert found.problems == _rows(str(lab.folder / "bad.parquet"))
+    assert found.problems[1] == {
+        "input": str(path),
+        "line": 4,
+        "column": "id",
+        "reason": f"the value {low} has no {what} under truncate[10]: the result is no "
+        f"{kind.replace(',', ', ')} any more",
+        "raw": f"{low},2",
+    }
+    lab.write("b.csv", f"id,k\n{low},2\n")
+    refused = lab.run("b.csv", **asked)
+    assert refused.state is State.FAILED
+    assert refused.error is not None
+    assert 'b.csv line 2, column "id": the value' in refused.error.message
+
+
+def _truncated_table(lab: ImportLab, kind: str, partitioned: bool) -> None:
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.partitioning import PartitionField, PartitionSpec
+    from pyiceberg.schema import Schema
+    from pyiceberg.table.sorting import SortField, SortOrder
+    from pyiceberg.transforms import TruncateTransform
+
+    transform: TruncateTransform[int] = TruncateTransform(10)
+    catalog = load_catalog("lake", **lab.config.catalogs["lake"])
+    catalog.create_namespace("db")
+    catalog.create_table(
+        "db.t",
+        Schema.model_validate(schema_of(id=kind, k="long")),
+        partition_spec=PartitionSpec(*([PartitionField(1, 1000, transform, "p")] if partitioned else [])),
+        sort_order=SortOrder(*([] if partitioned else [SortField(1, transform)])),
+    )
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Corrupt("a disk broke")], ids=repr)
 def test_nothing_is_left_when_a_dry_run_is_interrupted(
     lab: ImportLab, spills: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

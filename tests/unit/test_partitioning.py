@@ -36,7 +36,7 @@ from pyiceberg.types import (
 
 from lockstep.errors import Invalid
 from lockstep.partitioning import fields_of, grouped, monotonic, partition_path, single_partition
-from lockstep.transforms import to_record_value
+from lockstep.transforms import Transform, least_truncated, to_record_value
 
 BIG = 2**31 - 1
 UUID_1 = UUID("f79c3e09-677c-4bbd-a479-3f349cb785e7")
@@ -145,6 +145,24 @@ def test_a_value_whose_partition_would_not_fit_its_type_is_refused(kind, least, 
     assert values_of(fits, kind, "truncate[10]") == [fits[0].as_py() if kind != "decimal(3, 0)" else "-990"]
     with pytest.raises(Invalid, match="has no partition under truncate"):
         values_of(least, kind, "truncate[10]")
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 10, 1000])
+@pytest.mark.parametrize("kind", ["int", "long", "decimal(3, 0)", "decimal(38, 0)"])
+def test_the_least_value_that_can_be_truncated_is_known(kind, width):
+    digits = int(kind[8:-4]) if kind.startswith("decimal") else 0
+    column = pa.decimal128(digits, 0) if digits else pa.int32() if kind == "int" else pa.int64()
+
+    def truncated(value: int) -> int:
+        (found,) = values_of(pa.array([Decimal(value)]).cast(column), kind, f"truncate[{width}]")
+        return int(found)
+
+    lowest = 1 - 10**digits if digits else -(2 ** (column.bit_width - 1))
+    least = least_truncated(Transform("truncate", kind, width))
+    assert truncated(lowest if least is None else least) == (lowest if least is None else least)
+    if least is not None:
+        with pytest.raises(Invalid, match="has no partition"):
+            truncated(least - 1)
 
 
 def test_truncate_counts_characters_in_text_and_bytes_in_binary():

@@ -101,7 +101,10 @@ class Pin:
 
 @dataclass(frozen=True)
 class Reject:
-    """A record that does not fit. `line` counts from 0 at the task's first line, where inputs have lines."""
+    """A record that does not fit. `line` counts from 0 at the task's first line, where inputs have lines.
+
+    Whoever lists a record without `raw` looks it up.
+    """
 
     record: int
     line: int | None
