@@ -126,6 +126,7 @@ def plan_import(
         if created:
             head = target.create(head.schema, head.spec, head.sort_order)
             undo.callback(take_back, store, target, head.uuid)
+            _require_own_order(head, draft.head, request.target)
         elif _order_is_new(draft):
             head = target.order_by(head, draft.head.sort_order)
         if head is not draft.head:
@@ -299,6 +300,15 @@ def _ordered(head: TargetTable, request: ImportRequest) -> TargetTable:
             hint="leave --sort-by out, or change the table's sort order first",
         )
     return replace(head, sort_order={"order-id": 0, "fields": fields})
+
+
+def _require_own_order(made: TargetTable, wanted: TargetTable, target: str) -> None:
+    """Raises: Invalid if another request has made the table meanwhile, with rows in another order."""
+    if _order_of(made) != _order_of(wanted):
+        raise Invalid(
+            f"{target} was made by another request meanwhile, with another sort order",
+            hint="ask for the import again: it will be checked against the table as it is",
+        )
 
 
 def _order_is_new(draft: Draft) -> bool:

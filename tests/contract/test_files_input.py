@@ -165,6 +165,12 @@ def test_files_with_other_columns_are_refused_by_name(tmp_path):
         FilesLab(tmp_path, tmp_path)
 
 
+def test_a_pipe_in_a_folder_of_inputs_is_left_alone(tmp_path):
+    csv_file(tmp_path, "a\n1\n", "1.csv")
+    os.mkfifo(tmp_path / "2.csv")
+    assert FilesLab(tmp_path, tmp_path).read_all().rows == [{"a": 1}]
+
+
 @pytest.mark.parametrize(
     ("header", "names"),
     [

@@ -34,6 +34,7 @@ from lockstep.review import sorted_by, sortedness, tally
 from lockstep.source import Chunk, ParseOptions
 from lockstep.source.files import FilesInput
 from lockstep.stages import stage_is_over
+from lockstep.target.iceberg import IcebergTarget
 from tests.files_lab import schema_of
 from tests.import_lab import TARGET, ImportLab
 from tests.store_lab import MovedClock
@@ -101,6 +102,19 @@ def test_direct_and_merge_mode_publish_the_same_rows(lab: ImportLab) -> None:
     assert direct.state is merged.state is State.COMPLETED
     assert direct.fingerprint == merged.fingerprint
     assert sorted(row["id"] for row in lab.rows("db.direct")) == list(range(2000))
+
+
+def test_a_table_that_another_request_made_meanwhile_with_another_order_is_refused(
+    lab: ImportLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.write("a.csv", as_csv(some_rows(20)))
+    lab.write("b.csv", as_csv(some_rows(30)))
+    lab.run("a.csv", sort_by=("id",))
+    monkeypatch.setattr(IcebergTarget, "exists", lambda self: False)  # as it was a moment ago
+    with pytest.raises(Invalid, match="made by another request meanwhile, with another sort order"):
+        lab.plan("b.csv", sort_by=("k",))
+    assert len(lab.rows()) == 20
+    assert lab.run("b.csv", sort_by=("id",)).state is State.COMPLETED
 
 
 CRASH_POINTS = ("map.after_run", "map.after_checkpoint", "stage.before_advance", "stage.after_advance")

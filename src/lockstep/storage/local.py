@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -103,7 +104,8 @@ def list_local(prefix: str, folder: Path) -> Iterator[StoredFile]:
                 found = os.stat(os.path.join(parent, name))
             except FileNotFoundError:
                 continue  # deleted since the folder was read
-            yield stored_local("/".join((prefix, name) if below == "." else (prefix, below, name)), found)
+            if stat.S_ISREG(found.st_mode):  # whoever opens a pipe waits for its writer
+                yield stored_local("/".join((prefix, name) if below == "." else (prefix, below, name)), found)
 
 
 def stored_local(url: str, found: os.stat_result) -> StoredFile:
