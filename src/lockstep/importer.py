@@ -27,6 +27,7 @@ from lockstep.job import (
 )
 from lockstep.request import UNBORN, absolute_address, check_bounds, refuse_itself, scope_name, take_back
 from lockstep.runtime import SYSTEM_CLOCK, Clock, failpoint, new_id
+from lockstep.schema_file import check_schema, check_schema_names
 from lockstep.secrets import expand, protect
 from lockstep.source import Input, ParseOptions, Pin, SourceField, SourceTable, open_input
 from lockstep.store import JobStore
@@ -36,10 +37,6 @@ MODES: Final = ("auto", "direct", "merge")
 ON_DUPLICATE: Final = ("error", "keep-first", "keep-last", "reject")
 ON_EXISTING: Final = ("error", "skip", "append")
 FORMATS: Final = ("csv", "json", "parquet", "avro")
-TYPES: Final = (
-    "boolean, int, long, float, double, decimal(P, S), date, time, timestamp, timestamptz, string, uuid, "
-    "binary, fixed[N]; nested types in Iceberg's JSON"
-)
 _FORMAT_NAMES: Final = {
     "json": "JSON lines",
     "parquet": "Parquet files",
@@ -162,6 +159,9 @@ def draft_import(
     undo.callback(files.close)
     _check_options(request.options, files.format)
     table = files.describe()
+    if (schema := request.options.schema) is not None:
+        names = [column.name for column in table.columns]
+        check_schema_names(schema, names, files.format, header=request.options.header)
     order = request.sort_by or request.unique
     if existing is None:
         _check_known(request, [column.name for column in table.columns])
@@ -202,7 +202,8 @@ def _check_request(request: ImportRequest) -> None:
     ):
         if value not in known:
             raise Invalid(f"{option} takes {', '.join(known)}, not {value!r}")
-    _check_schema(request.options.schema)
+    if request.options.schema is not None:
+        check_schema(request.options.schema)
     if not request.inputs:
         raise Invalid("say what to import: files, folders, globs or an Iceberg table")
     for option, count in (
@@ -226,21 +227,6 @@ def _check_request(request: ImportRequest) -> None:
     for option, names in (("--sort-by", request.sort_by), ("--unique", request.unique)):
         if len(set(names)) != len(names):
             raise Invalid(f"{option} names a column twice: {', '.join(names)}")
-
-
-def _check_schema(schema: Json | None) -> None:
-    """Raises: Invalid for a type that is none."""
-    from lockstep.arrow_types import arrow_type, type_text
-
-    for column in schema["fields"] if schema else ():
-        try:
-            arrow_type(column["type"])
-        except (Invalid, KeyError) as error:
-            kind = type_text(column["type"]) if isinstance(error, Invalid) else "an incomplete type"
-            raise Invalid(
-                f'--schema gives column "{column["name"]}" the type {kind}, which Lockstep does not write',
-                hint=TYPES,
-            ) from error
 
 
 def _check_options(options: ParseOptions, format: str) -> None:

@@ -120,7 +120,7 @@ def _unfilled(target: Json, columns: Sequence[SourceColumn]) -> _Fit:
     if not target["required"]:
         return _Fit(_unwritable(target))
     sentence = f'the target requires column "{target["name"]}", and the source has none of that name'
-    near = _near(target["name"], [column.name for column in columns])
+    near = nearest_name(target["name"], [column.name for column in columns])
     if near is not None:
         return _Fit(
             [f'{sentence}; it has "{near}". Rename it in a copy of the table, or pass --match position.']
@@ -138,12 +138,12 @@ def _unwritable(target: Json) -> list[str]:
 
 def _extra_column(column: SourceColumn, fields: Sequence[Json]) -> str:
     sentence = f'the target has no column "{column.name}" ({column.native_type})'
-    near = _near(column.name, [field["name"] for field in fields])
+    near = nearest_name(column.name, [field["name"] for field in fields])
     meant = f'; it has "{near}", and names must be equal' if near is not None else ""
     return f"{sentence}{meant}. Pass --ignore-extra to leave it out, or add it to the target."
 
 
-def _near(name: str, names: Sequence[str]) -> str | None:
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
     for candidate in names:
         if candidate.casefold() == name.casefold():
             return candidate

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.errors import Invalid
 from lockstep.job import Json
+from lockstep.schema_file import read_schema
 from lockstep.source import ParseOptions
 from tests.import_lab import ImportLab
 
@@ -58,3 +59,73 @@ def test_an_option_that_would_change_nothing_is_refused_by_its_name_and_the_form
                 lab.rehearse(name, parse=ParseOptions(**parse))
         lab.rehearse(name, parse=ParseOptions(null=[""], limit=5))
     assert lab.store.list() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "schema", "words", "hint"),
+    [
+        (
+            "a.csv",
+            "id,amount\n1,1.50\n",
+            "id long\nAmount decimal(9,2)\n",
+            '"Amount", and there is no',
+            '"amount"',
+        ),
+        ("a.csv", "id,amount\n1,1.50\n", "id long\namuont double\n", '"amuont", and there is no', '"amount"'),
+        ("a.csv", "id,amount\n1,1.50\n", "extra string\n", '"extra", and there is no', "id, amount"),
+        ("a.csv", "id\n", "id long\nid string\n", '"id" 2 times', "one line"),
+        ("a.csv", "id\n", "\n\n", "names no column", "a name, a type"),
+        (
+            "a.csv",
+            "id\n",
+            "id long required please\n",
+            "line 1 .* not understood: id long required please",
+            "required",
+        ),
+        ("a.csv", "id\n", "id\n", "line 1 .* no type: id", "a name, a type"),
+        ("a.csv", "id\n", "the id long\n", "line 1 .* not understood: the id long", "blanks"),
+        ("a.csv", "id\n", '{"fields": [{"name": "id", "type": {"type": "list"}}]}', "incomplete", "JSON"),
+        ("a.csv", "id\n", '{"fields": [{"name": "id"}]}', "no column with a name and a type", None),
+        ("a.csv", "id\n", '{"fields": 5}', "not a schema in Iceberg", None),
+        (
+            "a.jsonl",
+            '{"id": 1, "amount": 1.5}\n',
+            "Amount decimal(9,2)\n",
+            '"Amount", and the .* "amount"',
+            "both",
+        ),
+    ],
+)
+def test_a_schema_that_cannot_be_meant_is_refused_and_says_what_may_be(
+    lab: ImportLab, name: str, content: str, schema: str, words: str, hint: str | None
+) -> None:
+    lab.write(name, content)
+    path = lab.write("schema.txt", schema)
+    with pytest.raises(Invalid, match=words) as refused:
+        lab.plan(name, parse=ParseOptions(schema=read_schema(path)))
+    assert hint is None or hint in str(refused.value.hint)
+    assert lab.store.list() == []
+
+
+def test_a_schema_that_was_saved_with_a_byte_order_mark_names_its_first_column(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,amount\n1,1.50\n")
+    path = lab.write("schema.txt", b"\xef\xbb\xbfid int required\n\namount\tdecimal( 9,2 )\n")
+    job = lab.plan("a.csv", parse=ParseOptions(schema=read_schema(path)))
+    kinds = [(one.target, one.type, one.required) for one in job.plan.columns]
+    assert kinds == [("id", "int", True), ("amount", "decimal(9, 2)", False)]
+
+
+def test_without_a_header_a_schema_names_no_more_columns_than_there_are(lab: ImportLab) -> None:
+    lab.write("a.csv", "1,x\n")
+    named = [_field(name, "string") for name in ("a", "b", "c")]
+    with pytest.raises(Invalid, match="names 3 columns, and the inputs have 2"):
+        lab.plan("a.csv", parse=ParseOptions(header=False, schema={"fields": named}))
+    job = lab.plan("a.csv", parse=ParseOptions(header=False, schema={"fields": named[:1]}))
+    assert [one.target for one in job.plan.columns] == ["a", "c1"]
+
+
+def test_a_schema_may_name_fields_that_no_record_of_json_shows(lab: ImportLab) -> None:
+    lab.write("a.jsonl", '{"id": 1}\n')
+    fields = [_field("id", "long"), _field("note", "string")]
+    job = lab.run("a.jsonl", parse=ParseOptions(schema={"fields": fields}))
+    assert lab.rows() == [{"id": 1, "note": None}], job.error

@@ -252,4 +252,6 @@ def _column(name: str, texts: Sequence[pa.Array] | None, schema: Json | None) ->
 
 def given_column(field: Json) -> SourceColumn:
     """A column whose type the user or the target says: what does not fit it will be a reject."""
-    return SourceColumn(field["name"], type_text(field["type"]), field["type"], not field["required"])
+    return SourceColumn(
+        field["name"], type_text(field["type"]), field["type"], not field.get("required", False)
+    )
