@@ -31,6 +31,14 @@ from lockstep.source.files_infer import infer
         (["nan"], "string"),
         (["1e999"], "string"),
         (["1.5", "12345678901234567"], "string"),
+        (["12345678901234567.89"], "string"),
+        (["99999999999999999.99", "1.5"], "string"),
+        (["1e-400"], "string"),
+        (["1e-99999999999999999999999"], "string"),
+        (["0.10000000000000001"], "string"),
+        (["0.1", "123456789012.345", "-0.0", "1.", "1E+3"], "double"),
+        (["0.30000000000000004", "1.7976931348623157e308", "5e-324"], "double"),
+        (["1.500000000000000000000", "1e22"], "double"),
         (["true", "False"], "boolean"),
         (["1", "true"], "string"),
         (["2024-02-29"], "date"),
@@ -50,7 +58,8 @@ def test_a_guess_is_the_narrowest_type_that_holds_every_text(texts, kind):
 
 @given(
     st.lists(
-        st.one_of(st.integers(), st.floats(), st.datetimes(), st.dates(), st.text()).map(str), min_size=1
+        st.one_of(st.integers(), st.floats(), st.decimals(), st.datetimes(), st.dates(), st.text()).map(str),
+        min_size=1,
     )
 )
 def test_a_guessed_type_never_changes_a_value(texts):
@@ -58,9 +67,7 @@ def test_a_guessed_type_never_changes_a_value(texts):
     if kind == "long":
         assert all(str(int(text)) == text or text == "-0" for text in texts)
     if kind == "double":
-        assert all(
-            float(text) == Decimal(text) or "." in text or "e" in text or "n" in text for text in texts
-        )
+        assert all("n" in text or Decimal(repr(float(text))) == Decimal(text) for text in texts)
     if kind == "timestamp":
         assert all(datetime.fromisoformat(text) for text in texts)
 
@@ -72,6 +79,9 @@ def test_a_guessed_type_never_changes_a_value(texts):
         ([1, Decimal("1.5")], "double"),
         ([2**63], None),
         ([2**60, Decimal("0.5")], None),
+        ([Decimal("12345678901234567.89")], None),
+        ([Decimal("1e-400")], None),
+        ([Decimal("0.30000000000000004"), float("nan")], "double"),
         ([True], "boolean"),
         ([True, 1], None),
         (["2024-02-29"], "date"),

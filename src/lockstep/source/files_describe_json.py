@@ -20,7 +20,7 @@ from lockstep.source.files_describe import (
     given_column,
     sample_bytes,
 )
-from lockstep.source.files_infer import infer
+from lockstep.source.files_infer import infer, kept_by_double
 from lockstep.source.files_json import RECORDS
 from lockstep.source.files_nested import Misvalue, loads
 from lockstep.source.files_open import RawFile
@@ -143,9 +143,12 @@ def _guess_number(values: Sequence[int | float | Decimal]) -> Guess:
         if all(value in _LONG for value in whole):
             return Guess("long")
         return Guess(None, "it holds whole numbers beyond 64 bits")
-    if all(value in _EXACT_IN_DOUBLE for value in whole):
-        return Guess("double")
-    return Guess(None, "it holds fractions, and whole numbers too large for a double")
+    if not all(value in _EXACT_IN_DOUBLE for value in whole):
+        return Guess(None, "it holds fractions, and whole numbers too large for a double")
+    for value in values:
+        if isinstance(value, Decimal) and not kept_by_double(value):
+            return Guess(None, f"it holds {value}, which a double would change")
+    return Guess("double")
 
 
 def _guess_list(values: Sequence[list[Any]]) -> Guess:

@@ -1,13 +1,14 @@
 """Which type the texts of a column have, as far as a sample tells.
 
 A guess must hold every value of the sample without changing it: numbers with leading zeros stay texts (they
-are codes), and so do whole numbers beyond 64 bits. What the sample does not show is found while reading, as
-rejects.
+are codes), and so do whole numbers beyond 64 bits, and fractions with more digits than a double keeps. What
+the sample does not show is found while reading, as rejects; only digits that a double does not keep are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Final
 
 import pyarrow as pa
@@ -28,6 +29,7 @@ _FORMS: Final[Sequence[tuple[str, str, pa.DataType | None]]] = (
     ("timestamptz", f"^{_DATE}{_TIME}(?:Z|[+-][0-9]{{2}}:?[0-9]{{2}})$", pa.timestamp("us", "UTC")),
 )
 _MOST_EXACT_DIGITS: Final = "[0-9]{16}"
+_FEW_DIGITS: Final = "^-?[0-9.]{1,15}$"
 
 
 def infer(texts: pa.StringArray) -> str:
@@ -42,12 +44,33 @@ def infer(texts: pa.StringArray) -> str:
 
 
 def _is_double(seen: pa.StringArray) -> bool:
-    """Whether any text looks like a number, and no whole number among them would lose digits."""
-    whole = seen.filter(pc.match_substring_regex(seen, f"^{_NUMBER}$"))
+    """Whether any text looks like a number, and none of them would lose digits."""
+    numbers = seen.filter(pc.match_substring_regex(seen, "[0-9]"))
+    whole = numbers.filter(pc.match_substring_regex(numbers, f"^{_NUMBER}$"))
     return bool(
-        pc.any(pc.match_substring_regex(seen, "[0-9]")).as_py()
+        len(numbers)
         and not pc.any(pc.match_substring_regex(whole, _MOST_EXACT_DIGITS)).as_py()
+        and all(map(_is_kept, _doubtful(numbers).to_pylist()))
     )
+
+
+def _doubtful(numbers: pa.StringArray) -> pa.StringArray:
+    """Those that have more than 15 digits, or an exponent, and are not what their double is printed as."""
+    few = pc.match_substring_regex(numbers, _FEW_DIGITS)
+    same = pc.equal(numbers, numbers.cast(pa.float64()).cast(pa.string()))
+    return numbers.filter(pc.invert(pc.or_(few, same)))
+
+
+def _is_kept(text: str) -> bool:
+    try:
+        return kept_by_double(Decimal(text))
+    except InvalidOperation:  # an exponent that is beyond everything
+        return False
+
+
+def kept_by_double(number: Decimal) -> bool:
+    """Whether the nearest double is read as the same number again, by its shortest text."""
+    return Decimal(repr(float(number))) == number
 
 
 def _all_match(seen: pa.StringArray, form: str) -> bool:
