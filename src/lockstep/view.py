@@ -15,14 +15,11 @@ from lockstep.runtime import rfc3339
 from lockstep.secrets import redact
 
 MOST_WAITING: Final = 50
-STAGE_SPANS: Final = {
-    "map": (0.0, 0.5),
-    "combine": (0.5, 0.6),
-    "recombine": (0.6, 0.65),
-    "unique": (0.65, 0.75),
-    "merge": (0.5, 1.0),
-}
-"""About how far an import is when a stage begins and when it ends."""
+STAGE_ENDS: Final = {"map": 0.5, "combine": 0.6, "recombine": 0.65, "unique": 0.75, "merge": 1.0}
+"""About how far an import is when a stage ends. The next one begins there, whether or not those between the
+two were needed: how far a job is must never seem to go back."""
+WRITTEN: Final = 0.99
+"""How far a job of unknown size is when all is written and it is to be published."""
 
 
 def job_document(job: Job, tasks: Sequence[Task] | None = None) -> Json:
@@ -124,13 +121,17 @@ def progress(job: Job) -> float:
     if job.plan.rows:
         return round(min(1.0, job.rows_done / job.plan.rows), 4)
     if job.state is State.COMMITTING and job.plan.rows is None:
-        return 0.99
+        return WRITTEN
     first, last = _span(job)
-    return round(first + (last - first) * _stage_progress(job), 4)
+    done = first + (last - first) * _stage_progress(job)
+    return round(done if job.plan.rows is not None else min(WRITTEN, done), 4)
 
 
 def _span(job: Job) -> tuple[float, float]:
-    return STAGE_SPANS.get(job.stage, (0.0, 1.0)) if len(job.plan.stages) > 1 else (0.0, 1.0)
+    """About how far the job is when its stage begins and when it ends."""
+    stages = job.plan.stages
+    earlier = stages[: stages.index(job.stage)] if job.stage in stages else ()
+    return (STAGE_ENDS.get(earlier[-1], 0.0) if earlier else 0.0), STAGE_ENDS.get(job.stage, 1.0)
 
 
 def _stage_progress(job: Job) -> float:

@@ -34,6 +34,7 @@ from lockstep.job import (
     Fingerprint,
     HistoryEntry,
     Holding,
+    ImportTerms,
     Job,
     Kind,
     Plan,
@@ -265,6 +266,36 @@ def test_the_rows_and_the_pace_of_a_sorted_import_are_those_of_its_stage_and_say
     ended = replace(merging, state=State.COMPLETED, finished_at=NOW, paced_rows=100)
     assert job_document(ended)["rows_per_s"] == 0.1, "of all the time that it took"
     assert "250 rows in merge" not in page(ended, [], [])
+
+
+ALL_STAGES = ("map", "combine", "recombine", "unique", "merge")
+
+
+@pytest.mark.parametrize("planned", [ALL_STAGES, tuple(s for s in ALL_STAGES if s != "unique"), ("write",)])
+@pytest.mark.parametrize("taken", [("combine", "recombine"), ("combine",), ()])
+def test_how_far_an_import_is_never_goes_back(planned: tuple[str, ...], taken: tuple[str, ...]) -> None:
+    plan = replace(job().plan, kind=Kind.IMPORT, rows=None, partition=None, stages=planned)
+    plan = replace(plan, terms=ImportTerms(rows_estimate=900))
+    passed = [stage for stage in planned if stage in taken or "combine" not in stage]
+    importing = job(plan=plan, kind=Kind.IMPORT, tasks_total=200)
+    seen = [
+        job_document(replace(importing, stage=stage, tasks_done=done, rows_done=done * 5))["progress"]
+        for stage in passed
+        for done in range(201)
+    ]
+    seen.append(job_document(replace(importing, state=State.COMMITTING, stage=planned[-1]))["progress"])
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (0.0, 0.99)
+
+
+def test_the_bar_of_a_job_that_has_lost_rows_does_not_shrink() -> None:
+    stream, clock = io.StringIO(), StillClock()
+    with ProgressView(Screen(stream), clock) as view:
+        for rows, generation in ((700, 1), (400, 1), (300, 2)):
+            view.update([job(rows_done=rows, generation=generation)])
+            clock.sleep(60)
+    shown = [each.split(" %")[0] for each in stream.getvalue().splitlines()]
+    assert shown == ["202401: running 70", "202401: running 70", "202401: running 30"]
 
 
 def test_an_empty_partition_is_done_only_when_it_is_published() -> None:

@@ -70,6 +70,8 @@ class ProgressView:
         self._note = note or (lambda _: "")
         self._noted = ""
         self._paces: dict[str, Pace] = {}
+        self._furthest: dict[tuple[str, int], float] = {}
+        """By job and generation."""
         self._said: dict[str, tuple[str, int, int]] = {}
         self._said_at: dict[str, float] = {}
         self._live: Live | None = None
@@ -94,6 +96,8 @@ class ProgressView:
         self._jobs = jobs
         for job in jobs:
             self._paces.setdefault(job.job_id, Pace()).add(now, job.rows_done)
+            generation = (job.job_id, job.generation)
+            self._furthest[generation] = max(self._furthest.get(generation, 0.0), progress(job))
         if self._live is not None:
             self._live.update(self._bars())
         else:
@@ -114,7 +118,7 @@ class ProgressView:
         return Group(*(rich_text([" " * each.indent, *each.spans]) for each in lines))
 
     def _bar(self, job: Job, width: int) -> Line:
-        done = progress(job)
+        done = self._done(job)
         filled = int(done * BAR)
         style = state_span(job.state).style
         label = self._label(job)
@@ -129,6 +133,10 @@ class ProgressView:
             Span(self._detail(job), "dim"),
             indent=2,
         )
+
+    def _done(self, job: Job) -> float:
+        """A worker that is lost takes rows along: they are counted down, but the bar stays where it was."""
+        return self._furthest[job.job_id, job.generation]
 
     def _label(self, job: Job) -> str:
         """What tells the job from the others here: its partition, and its table where there are several."""
@@ -184,7 +192,7 @@ class ProgressView:
             if job.plan.rows is not None:
                 rows = f"{number(job.rows_done)} of {plural(job.plan.rows, 'row')}"
             self._screen.print(
-                f"{self._label(job)}: {_phase(job)} {percent(progress(job))}, {rows}{self._detail(job)}"
+                f"{self._label(job)}: {_phase(job)} {percent(self._done(job))}, {rows}{self._detail(job)}"
             )
 
 
