@@ -339,11 +339,18 @@ def _columns(request: ImportRequest, table: SourceTable, head: TargetTable) -> l
 
 
 def _mode(request: ImportRequest, head: TargetTable) -> str:
+    from lockstep.keys import refuse_hidden_names
+
     if request.mode != "auto":
         if request.mode == "merge" and not head.sort_order["fields"]:
             raise Invalid("--mode merge needs an order", hint="pass --sort-by, or import with --mode direct")
-        return request.mode
-    return "merge" if head.sort_order["fields"] else "direct"
+        mode = request.mode
+    else:
+        mode = "merge" if head.sort_order["fields"] else "direct"
+    if mode == "merge":
+        direct = "" if request.sort_by or request.unique else ", or import with --mode direct"
+        refuse_hidden_names(head.schema, f"rename the column{direct}")
+    return mode
 
 
 def _order_of(head: TargetTable) -> tuple[SortKey, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from lockstep.errors import Corrupt
+from lockstep.errors import Corrupt, Invalid
 from lockstep.job import Json, SortKey
 from lockstep.transforms import parse_transform, transform_column
 from lockstep.words import FixedWords, TextWords, Words, words_of
@@ -37,6 +37,17 @@ _PRESENT: Final = b"\x01"
 _NULL_LAST: Final = b"\x02"
 _COMPLEMENT: Final = bytes(255 - byte for byte in range(256))
 _END: Final = b"\x00\x00"
+
+
+def refuse_hidden_names(schema: Json, way_out: str) -> None:
+    """Raises: Invalid if the table has a column that would be taken for one of ours."""
+    for field in schema["fields"]:
+        if field["name"].startswith(HIDDEN):
+            raise Invalid(
+                f'the table has a column "{field["name"]}"; names that begin with {HIDDEN} are kept for '
+                "sorted imports",
+                hint=way_out,
+            )
 
 
 # Keys of a plan as columns of a batch

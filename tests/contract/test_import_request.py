@@ -9,6 +9,7 @@ import fastavro
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.exceptions import NoSuchTableError
 
 from lockstep.errors import Invalid
 from lockstep.job import Json
@@ -129,3 +130,16 @@ def test_a_schema_may_name_fields_that_no_record_of_json_shows(lab: ImportLab) -
     fields = [_field("id", "long"), _field("note", "string")]
     job = lab.run("a.jsonl", parse=ParseOptions(schema={"fields": fields}))
     assert lab.rows() == [{"id": 1, "note": None}], job.error
+
+
+def test_a_name_that_sorted_imports_keep_is_refused_before_anything_is_created(lab: ImportLab) -> None:
+    lab.write("a.csv", "_lockstep_task,v\n1,2\n")
+    for attempt in (lab.plan, lab.rehearse):
+        with pytest.raises(Invalid, match='column "_lockstep_task"; names that begin') as refused:
+            attempt("a.csv", sort_by=("v",))
+        assert refused.value.hint == "rename the column"
+    assert lab.store.list() == []
+    with pytest.raises(NoSuchTableError):
+        lab.table()
+    lab.run("a.csv")
+    assert lab.rows() == [{"_lockstep_task": 1, "v": 2}]

@@ -17,10 +17,10 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lockstep.errors import Corrupt, Invalid
+from lockstep.errors import Corrupt
 from lockstep.fingerprint import fingerprint
 from lockstep.job import KEYS, RUN, Fingerprint, Json, Lease, Plan, SortKey, StagedFile
-from lockstep.keys import HIDDEN, RECORD, TASK, Key, KeyColumns, bound_at, key_to_json, visible
+from lockstep.keys import RECORD, TASK, Key, KeyColumns, bound_at, key_to_json, refuse_hidden_names, visible
 from lockstep.sink.shape import FileShape
 from lockstep.sink.sorting import SORT_ROW_BYTES, Sizes, SortBuffer, combined, cuts, row_bytes
 from lockstep.sink.staging import ArrowFile, staged_url
@@ -281,12 +281,7 @@ def order_of(plan: Plan) -> KeyColumns:
 
     Raises: Invalid if the table has a column that would be taken for one of ours.
     """
-    ours = [field["name"] for field in plan.schema["fields"] if field["name"].startswith(HIDDEN)]
-    if ours:
-        raise Invalid(
-            f'the table has a column "{ours[0]}"; names that begin with {HIDDEN} are kept for sorted imports',
-            hint="rename the column, or import with --mode direct",
-        )
+    refuse_hidden_names(plan.schema, "rename the column")
     return KeyColumns(plan.terms.order if plan.terms else (), plan.schema)
 
 
