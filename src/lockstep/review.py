@@ -61,15 +61,6 @@ class Tally:
     written: int = 0
     files: int = 0
 
-    def to_json(self) -> Json:
-        return {
-            "rows_read": self.read,
-            "rows_written": self.written,
-            "rows_rejected": self.rejected,
-            "duplicates": self.duplicates,
-            "data_files": self.files,
-        }
-
 
 def tally(job: Job, store: JobStore) -> Tally:
     stages = job.plan.stages
@@ -92,12 +83,21 @@ def tally(job: Job, store: JobStore) -> Tally:
 def summary(job: Job, store: JobStore, config: Config) -> Json | None:
     """What a completed import has done with its rows; None for any other job.
 
+    `duplicates` is None where no key was checked: nobody knows whether there are any.
     Raises: Retryable if the storage does not answer.
     """
     if job.kind is not Kind.IMPORT or job.state is not State.COMPLETED:
         return None
+    assert job.plan.terms is not None
     counted = tally(job, store)
-    return {**counted.to_json(), "rejects_file": rejects_file(job, config) if counted.rejected else None}
+    return {
+        "rows_read": counted.read,
+        "rows_written": counted.written,
+        "rows_rejected": counted.rejected,
+        "duplicates": counted.duplicates if job.plan.terms.unique else None,
+        "data_files": counted.files,
+        "rejects_file": rejects_file(job, config) if counted.rejected else None,
+    }
 
 
 def review(job: Job, store: JobStore, config: Config, head: TargetTable | None = None) -> ErrorInfo | None:

@@ -26,11 +26,13 @@ from pyiceberg.transforms import BucketTransform, IdentityTransform, parse_trans
 from pyiceberg.types import LongType, NestedField, StringType
 
 from lockstep import attempt, importer, pipeline, review
+from lockstep.cli.page import job_page
+from lockstep.cli.render import plain_lines
 from lockstep.errors import Conflict, Invalid, Retryable
 from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import DATA, RUN, Job, State
 from lockstep.merge import Dropped, MergeReader
-from lockstep.review import sorted_by, sortedness, tally
+from lockstep.review import sorted_by, sortedness, summary, tally
 from lockstep.source import Chunk, ParseOptions
 from lockstep.source.files import FilesInput
 from lockstep.stages import stage_is_over
@@ -758,6 +760,21 @@ def test_rejected_duplicates_are_in_the_rejects_file_and_count_as_rejects(lab: I
     refused = lab.run("b.csv", **asked)
     assert refused.state is State.FAILED
     assert len(lab.rows()) == 2
+
+
+@pytest.mark.parametrize(
+    ("unique", "known", "said"), [(("k",), 0, "0 duplicates"), ((), None, "duplicates not checked")]
+)
+def test_whether_keys_were_checked_is_told(
+    lab: ImportLab, unique: tuple[str, ...], known: int | None, said: str
+) -> None:
+    lab.write("a.csv", "id,k\n1,1\n2,2\n")
+    job = lab.run("a.csv", unique=unique, sort_by=("k",))
+    found = summary(job, lab.store, lab.config)
+    assert found is not None
+    assert found["duplicates"] == known
+    page = [text for part in job_page(job, [], [], 0.0, found) for text in plain_lines(part)]
+    assert any(said in text for text in page)
 
 
 ROWS: list[dict[str, Any]] = [{"id": n, "k": n % 3, "name": 'a "b",\nc'} for n in range(6)]

@@ -225,13 +225,11 @@ def _closing(session: Session, job: Job) -> list[Answer]:
     summary = _summary(session, job)
     if summary is None:
         return list(closing(job))
-    terms = job.plan.terms
-    assert terms is not None
     rows = [
         ("rows read", number(summary["rows_read"])),
         ("rows written", number(summary["rows_written"])),
         ("rows rejected", number(summary["rows_rejected"])),
-        ("duplicates", number(summary["duplicates"]) if terms.unique else "not checked"),
+        ("duplicates", number(found) if (found := summary["duplicates"]) is not None else "not checked"),
         ("files", f"{number(summary['data_files'])} ({size(job.bytes_done)})"),
         ("sorted by", _sorted_by(job, summary)),
     ]

@@ -79,7 +79,8 @@ def _facts(job: Job, now: float) -> Iterable[Line]:
 
 def _imported(summary: Json) -> Iterable[Line]:
     read, written, rejected = (number(summary[f"rows_{what}"]) for what in ("read", "written", "rejected"))
-    duplicates = plural(summary["duplicates"], "duplicate")
+    checked = summary["duplicates"] is not None
+    duplicates = plural(summary["duplicates"], "duplicate") if checked else "duplicates not checked"
     yield _fact("rows", f"{read} read, {written} written, {rejected} rejected, {duplicates}")
     if summary["rejects_file"] is not None:
         yield _fact("rejects", summary["rejects_file"])
