@@ -211,6 +211,8 @@ def test_rows_that_do_not_fit_are_rejects_with_their_number(tmp_path, format):
         (3, None, "n", '{"n": 2199023255552}'),
     ]
     assert "does not fit into int" in outcome.rejects[0].reason
+    places = [lab.executor.locate(lab.detail, task.descriptor, r.record) for r in outcome.rejects]
+    assert [place.line for place in places] == [2, 4], "rows count from 1 for people"
     assert lab.lines_of_rejects() == []
 
 

@@ -949,6 +949,16 @@ def test_rows_that_the_table_has_already_always_stay(lab: ImportLab, policy: str
         assert sorted(row["id"] for row in lab.rows()) == [1, 2]
 
 
+def test_a_key_that_the_table_itself_repeats_stays_there_and_new_rows_lose_to_it(lab: ImportLab) -> None:
+    lab.write("a.csv", "id,k\n1,1\n2,1\n3,2\n")
+    assert lab.run("a.csv", mode="direct").state is State.COMPLETED
+    lab.write("b.csv", "id,k\n4,1\n5,1\n6,3\n")
+    job = lab.run("b.csv", unique=("k",), on_duplicate="keep-first")
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(row["id"] for row in lab.rows()) == [1, 2, 3, 6]
+    assert tally(job, lab.store).duplicates == 2
+
+
 def test_null_is_no_key(lab: ImportLab) -> None:
     lab.write("a.csv", "id,k\n1,\n2,\n3,7\n")
     assert lab.run("a.csv", unique=("k",)).state is State.COMPLETED
