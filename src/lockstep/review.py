@@ -325,7 +325,7 @@ def _as_parquet(rows: list[Json]) -> bytes:
 
 def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
     """Rows that repeat a key in a job that does not allow it: the first of the input is named."""
-    from lockstep.unique import judge
+    from lockstep.unique import judge, ways_out
 
     terms = job.plan.terms
     assert terms is not None
@@ -338,9 +338,7 @@ def _duplicates(job: Job, store: JobStore, config: Config) -> ErrorInfo | None:
     key = ", ".join(terms.unique)
     count = "1 row repeats" if found.losers == 1 else f"{found.losers:,} rows repeat"
     if terms.on_duplicate == "error":
-        hint = (
-            "nothing was published; --on-duplicate keep-first, keep-last or reject says what to do with them"
-        )
+        hint = f"nothing was published; {ways_out(found.against_table)}"
     else:
         hint = (
             "nothing was published, and what the table has is never taken back: use --on-duplicate keep-first"

@@ -428,6 +428,12 @@ class Judgement:
     first: Duplicate | None
 
 
+def ways_out(against_table: int) -> str:
+    """Which policies let an import with duplicates go on: what the table has is never taken back."""
+    ways = "keep-first or reject" if against_table else "keep-first, keep-last or reject"
+    return f"--on-duplicate {ways} says what to do with rows that repeat a key"
+
+
 def judge(files: Sequence[StagedFile], plan: Plan) -> Judgement:
     """Decide, from the manifests of the unique stage, whether the job may go on.
 

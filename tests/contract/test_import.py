@@ -946,6 +946,8 @@ def test_rows_that_the_table_has_already_always_stay(lab: ImportLab, policy: str
         assert job.error is not None
         assert "b.csv line 3" in job.error.message
         assert "in the table" in job.error.message
+        assert "keep-first" in (job.error.hint or "")
+        assert "keep-last" not in (job.error.hint or "")
         assert sorted(row["id"] for row in lab.rows()) == [1, 2]
 
 

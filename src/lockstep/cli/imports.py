@@ -341,9 +341,11 @@ def _duplicates(found: Rehearsal, request: ImportRequest) -> str:
 
 def _objections(found: Rehearsal, request: ImportRequest) -> Iterator[str]:
     """Why the import would fail, if it would."""
+    from lockstep.unique import ways_out
+
     policy = request.on_duplicate
     if found.duplicates and policy == "error":
-        yield "--on-duplicate keep-first, keep-last or reject says what to do with rows that repeat a key"
+        yield ways_out(found.against_table)
     if found.against_table and policy == "keep-last":
         yield "what the table has is never taken back; use --on-duplicate keep-first"
     counted = found.rejected + (found.duplicates if policy == "reject" else 0)
