@@ -125,7 +125,7 @@ def test_a_column_with_a_name_of_ours_is_refused_with_a_way_out(tmp_path: Path) 
     }
     with pytest.raises(Invalid, match="_lockstep_task") as refused:
         sink_of(RunsLab(tmp_path, schema=schema))
-    assert "--mode direct" in (refused.value.hint or "")
+    assert "rename the column" in (refused.value.hint or "")
 
 
 def test_keep_last_sorts_the_companion_backwards_within_equal_keys(tmp_path: Path) -> None:
