@@ -162,10 +162,9 @@ def draft_import(
     if (schema := request.options.schema) is not None:
         names = [column.name for column in table.columns]
         check_schema_names(schema, names, files.format, header=request.options.header)
-    order = request.sort_by or request.unique
     if existing is None:
         _check_known(request, [column.name for column in table.columns])
-        head = _new_head(table, order, request.allow_lossy)
+        head = _new_head(table, request)
     else:
         head = _ordered(existing, request)
     columns = _columns(request, table, head)
@@ -251,14 +250,15 @@ def _absolute(address: str) -> str:
     return absolute_address(address) if ":" in address else str(Path(address).expanduser().absolute())
 
 
-def _new_head(table: SourceTable, order: Sequence[str], allow_lossy: bool) -> TargetTable:
+def _new_head(table: SourceTable, request: ImportRequest) -> TargetTable:
     from lockstep.new_table import derive
 
+    option, order = ("--sort-by", request.sort_by) if request.sort_by else ("--unique", request.unique)
     wanted = replace(table, sorting=[SourceField(name) for name in order] or table.sorting)
-    schema, spec, sort_order = derive(wanted, allow_lossy=allow_lossy)
+    schema, spec, sort_order = derive(wanted, allow_lossy=request.allow_lossy)
     if len(sort_order["fields"]) < len(order):
         name = order[len(sort_order["fields"])]
-        raise Invalid(f'rows cannot be sorted by "{name}": it is not a plain value')
+        raise Invalid(f'{option} names "{name}", which is not a plain value')
     return TargetTable(UNBORN, "", schema, spec, sort_order, {}, None)
 
 

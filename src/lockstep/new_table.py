@@ -27,7 +27,7 @@ def derive(source: SourceTable, *, allow_lossy: bool = False) -> tuple[Json, Jso
     for column in source.columns:
         kind = column.type if column.type is not None else (column.lossy_type if allow_lossy else None)
         if kind is None:
-            problems.append(inexact_column(column))
+            problems.append(inexact_column(column, source.place))
         else:
             fields.append({"id": 0, "name": column.name, "required": not column.nullable, "type": kind})
     what = f"cannot create a table for {source.name}"
@@ -36,7 +36,7 @@ def derive(source: SourceTable, *, allow_lossy: bool = False) -> tuple[Json, Jso
     refuse(what, problems)
     struct = _FreshIds().struct({"type": "struct", "fields": fields})
     schema = {**struct, "schema-id": 0, "identifier-field-ids": []}
-    _require_distinct_paths(schema, what)
+    _require_distinct_paths(schema, what, source.place)
     return schema, _derive_spec(source, schema, what), _derive_sort_order(source, schema)
 
 
@@ -71,7 +71,7 @@ class _FreshIds:
                 return {**kind, **ids, "key": self._of(kind["key"]), "value": self._of(kind["value"])}
 
 
-def _require_distinct_paths(schema: Json, what: str) -> None:
+def _require_distinct_paths(schema: Json, what: str, place: str) -> None:
     """Iceberg finds nested fields by dotted path, so a column `a.b` beside a struct `a` of `b` is refused;
     Spark does so without regard to case, and can read neither of two that differ in nothing else."""
     seen: dict[str, str] = {}
@@ -81,9 +81,7 @@ def _require_distinct_paths(schema: Json, what: str) -> None:
         if other is None:
             continue
         if other == path:
-            raise Invalid(
-                f'{what}: two of its fields are called "{path}" in Iceberg; rename one in a copy of the table'
-            )
+            raise Invalid(f'{what}: two of its fields are called "{path}" in Iceberg; rename one {place}')
         raise Invalid(
             f'{what}: "{other}" and "{path}" differ by case only, and Spark could read neither of them',
             hint="rename one of them in the source, or create the target table yourself and leave out "

@@ -52,9 +52,9 @@ def match_columns(
     columns = []
     for target, found in pairs:
         if found is None:
-            fit = _unfilled(target, source.columns)
+            fit = _unfilled(target, source, verb)
         else:
-            fit = _fit_column(found, target, allow_lossy, ignore_extra)
+            fit = _fit_column(found, target, source, allow_lossy, ignore_extra)
         problems += fit.problems
         columns.append(_column_map(target, found, fit.lossy))
     if ignore_extra and extra and all(found is None for _, found in pairs):
@@ -98,7 +98,7 @@ def refuse(what: str, problems: Sequence[str]) -> None:
 def repeated_names(source: SourceTable) -> Iterator[str]:
     for name, count in Counter(column.name for column in source.columns).items():
         if count > 1:
-            yield f'column "{name}" is there {count} times in the source; rename them in a copy of the table'
+            yield f'column "{name}" is there {count} times in the source; rename them {source.place}'
 
 
 def _pairs(
@@ -116,16 +116,15 @@ def _pairs(
     )
 
 
-def _unfilled(target: Json, columns: Sequence[SourceColumn]) -> _Fit:
+def _unfilled(target: Json, source: SourceTable, verb: str) -> _Fit:
     if not target["required"]:
         return _Fit(_unwritable(target))
     sentence = f'the target requires column "{target["name"]}", and the source has none of that name'
-    near = nearest_name(target["name"], [column.name for column in columns])
+    near = nearest_name(target["name"], [column.name for column in source.columns])
     if near is not None:
-        return _Fit(
-            [f'{sentence}; it has "{near}". Rename it in a copy of the table, or pass --match position.']
-        )
-    return _Fit([f"{sentence}. Add it in a copy of the table, or make it optional in the target."])
+        by_position = ", or pass --match position" if verb == "export" else ""
+        return _Fit([f'{sentence}; it has "{near}". Rename it {source.place}{by_position}.'])
+    return _Fit([f"{sentence}. Add it {source.place}, or make it optional in the target."])
 
 
 def _unwritable(target: Json) -> list[str]:
@@ -169,41 +168,42 @@ class _Misfit:
     loss: bool = False
 
 
-def _fit_column(column: SourceColumn, target: Json, allow_lossy: bool, ignore_extra: bool) -> _Fit:
+def _fit_column(
+    column: SourceColumn, target: Json, source: SourceTable, allow_lossy: bool, ignore_extra: bool
+) -> _Fit:
     name, wanted = column.name, target["type"]
     kind = column.type
     problems = []
     if column.nullable and target["required"]:
         problems.append(
             f'cannot store column "{name}": it is {column.native_type} and may be NULL, but'
-            f' "{target["name"]}" is required in the target. Make that optional, or replace NULLs in a copy'
-            " of the table."
+            f' "{target["name"]}" is required in the target. Make that optional, or {source.null_advice}.'
         )
     if kind is None:
         if column.lossy_type is None or not allow_lossy:
-            return _Fit([*problems, inexact_column(column)])
+            return _Fit([*problems, inexact_column(column, source.place)])
         kind = column.lossy_type
     misfits = list(_misfits(kind, wanted, "", ignore_extra))
     for misfit in misfits:
         if not (misfit.loss and allow_lossy):
-            problems.append(_misfit_text(column, wanted, misfit))
+            problems.append(_misfit_text(column, wanted, misfit, source.place))
     return _Fit(problems, lossy=column.type is None or any(misfit.loss for misfit in misfits))
 
 
-def inexact_column(column: SourceColumn) -> str:
+def inexact_column(column: SourceColumn, place: str) -> str:
     """Why no Iceberg type holds a column exactly, and what to do."""
-    advice = column.advice or "Cast it in a copy of the table, or leave it out there."
+    advice = column.advice or f"Cast it {place}, or leave it out there."
     if column.lossy_type is not None:
         stored = type_text(column.lossy_type)
-        advice = f"Pass --allow-lossy to store it as {stored}, or cast it in a copy of the table."
+        advice = f"Pass --allow-lossy to store it as {stored}, or cast it {place}."
     return f'cannot store column "{column.name}": it is {column.native_type}; {column.problem}. {advice}'
 
 
-def _misfit_text(column: SourceColumn, wanted: IcebergType, misfit: _Misfit) -> str:
+def _misfit_text(column: SourceColumn, wanted: IcebergType, misfit: _Misfit, place: str) -> str:
     where = f" at {misfit.path}" if misfit.path else ""
-    advice = "Cast it in a copy of the table, or change the target's type."
+    advice = f"Cast it {place}, or change the target's type."
     if misfit.loss:
-        advice = "Pass --allow-lossy to store it all the same, or cast it in a copy of the table."
+        advice = f"Pass --allow-lossy to store it all the same, or cast it {place}."
     return (
         f'cannot store column "{column.name}": it is {column.native_type}; the target has {type_text(wanted)}'
         f"{where}, {misfit.reason}. {advice}"

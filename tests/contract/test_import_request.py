@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,54 @@ def test_a_name_that_sorted_imports_keep_is_refused_before_anything_is_created(l
         lab.table()
     lab.run("a.csv")
     assert lab.rows() == [{"_lockstep_task": 1, "v": 2}]
+
+
+# What is said
+
+
+def refusal(lab: ImportLab, *inputs: str, **options: Any) -> tuple[str, str]:
+    with pytest.raises(Invalid) as refused:
+        lab.plan(*inputs, **options)
+    return refused.value.message, refused.value.hint or ""
+
+
+def test_a_unique_key_that_is_no_plain_value_is_not_taken_for_an_order(lab: ImportLab) -> None:
+    lab.write("a.jsonl", '{"a": {"b": 1}, "c": 2}\n')
+    assert refusal(lab, "a.jsonl", unique=("a",))[0] == '--unique names "a", which is not a plain value'
+    assert refusal(lab, "a.jsonl", sort_by=("a",))[0] == '--sort-by names "a", which is not a plain value'
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_file_of_which_nothing_is_left_is_not_called_empty(lab: ImportLab, name: str) -> None:
+    lab.write(name, '{"a": 1}\n{"a": 2}\n')
+    message, hint = refusal(lab, name, parse=ParseOptions(skip=9))
+    assert f"{name} after --skip 9" in message
+    assert "skip fewer lines" in hint
+
+
+@pytest.mark.parametrize("behind", [b"more", b"\0" * 512])
+def test_bytes_behind_the_end_of_a_compressed_file_are_not_called_a_cut(
+    lab: ImportLab, behind: bytes
+) -> None:
+    whole = gzip.compress(b"a,b\n1,2\n")
+    lab.write("a.csv.gz", whole + behind)
+    assert "other bytes follow its end" in refusal(lab, "a.csv.gz")[1]
+    lab.write("a.csv.gz", whole[:-4])
+    assert "cut short" in refusal(lab, "a.csv.gz")[1]
+
+
+def test_what_files_lack_is_to_be_changed_in_the_files(lab: ImportLab) -> None:
+    lab.write("a.csv", "n,m\n1,2\n")
+    required = {**_field("n", "long"), "required": True}
+    optional = _field("m", "long")
+    lab.run("a.csv", parse=ParseOptions(schema={"fields": [required, optional]}))
+    pq.write_table(pa.table({"n": [1], "m": [2]}), lab.folder / "a.parquet")
+    assert "or write the files with a schema in which it cannot be NULL." in refusal(lab, "a.parquet")[0]
+    lab.write("b.csv", "n,m\n1,3\n")
+    parse = ParseOptions(schema={"fields": [{**required, "required": False}]})
+    assert "say in the --schema that it is required" in refusal(lab, "b.csv", parse=parse)[0]
+    lab.write("c.csv", "N,m\n1,3\n")
+    assert 'it has "N". Rename it in the files.' in refusal(lab, "c.csv")[0]
+    pq.write_table(pa.table({"n": pa.array([1], pa.timestamp("ns"))}), lab.folder / "b.parquet")
+    new = refusal(lab, "b.parquet", target="iceberg://lake/db.other")[0]
+    assert new.endswith("Pass --allow-lossy to store it as timestamp, or cast it in the files.")

@@ -69,6 +69,10 @@ class SourceTable:
     partition_key: str
     """The partition key in the source's own words, for messages."""
     sorting: Sequence[SourceField] = ()
+    place: str = "in a copy of the table"
+    """Where its columns can be changed, for messages."""
+    null_advice: str = "replace NULLs in a copy of the table"
+    """What to do about a column that may be NULL and must not, for messages."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 PIN_KIND: Final = "files"
 FORMATS: Final = ("csv", "json", "parquet", "avro")
 TEXT_FORMATS: Final = ("csv", "json")
+TEXT_NULL_ADVICE: Final = "say in the --schema that it is required: records with NULL are rejects then"
+ROW_NULL_ADVICE: Final = "write the files with a schema in which it cannot be NULL"
 _SUFFIXES: Final = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -101,6 +103,8 @@ class FilesInput:
             columns=self._described.columns,
             partitioning=(),
             partition_key="",
+            place="in the files",
+            null_advice=TEXT_NULL_ADVICE if self.format in TEXT_FORMATS else ROW_NULL_ADVICE,
         )
 
     def freeze(self) -> Pin:

@@ -77,15 +77,24 @@ def describe_csv(storage: Storage, files: Sequence[RawFile], options: ParseOptio
     if not layouts:
         names = [f["name"] for f in options.schema["fields"]] if options.schema else []
         if not names:
-            raise Invalid(
-                f"{files[0].url} is empty, so its columns are unknown", hint="say them with --schema"
-            )
+            raise without_columns(files, options.skip)
         layouts.append(names)
     texts = _sampled_texts(samples, dialect, options.null)
     columns = [_column(name, texts.get(name), options.schema) for name in layouts[0]]
     rows = sum(dialect_rows(sample, dialect) for _, sample in samples)
     size_bytes = sum(len(sample) for _, sample in samples)
     return Described(columns, layouts, known, max(1.0, size_bytes / max(1, rows)), {"delimiter": delimiter})
+
+
+def without_columns(files: Sequence[RawFile], skip: int) -> Invalid:
+    """Why nothing tells the columns of files that have no record."""
+    filled = next((file for file in files if file.size_bytes), None)
+    if skip and filled is not None:
+        return Invalid(
+            f"nothing is left of {filled.url} after --skip {skip}, so its columns are unknown",
+            hint="skip fewer lines: the header is the first line after them",
+        )
+    return Invalid(f"{files[0].url} is empty, so its columns are unknown", hint="say them with --schema")
 
 
 def dialect_rows(sample: bytes, dialect: Dialect) -> int:

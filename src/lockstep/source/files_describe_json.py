@@ -19,6 +19,7 @@ from lockstep.source.files_describe import (
     first_records,
     given_column,
     sample_bytes,
+    without_columns,
 )
 from lockstep.source.files_infer import infer, kept_by_double
 from lockstep.source.files_json import RECORDS
@@ -57,6 +58,8 @@ def describe_json(storage: Storage, files: Sequence[RawFile], options: ParseOpti
         read_bytes += len(sample)
         read_records += len(lines)
     columns = _columns(records, options.schema)
+    if not columns and not read_records:
+        raise without_columns(files, options.skip)
     if not columns:
         raise Invalid(
             f"{files[0].url} shows no field of a JSON object, so its columns are unknown",

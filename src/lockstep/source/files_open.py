@@ -179,10 +179,10 @@ class OpenFile:
         if error.errno is not None:
             return translated(error, "read", self._url)
         reason = str(error).splitlines()[0] if str(error) else "its end is missing"
-        return Corrupt(
-            f"cannot read {self._url} as {self._compression}: {reason}",
-            hint="it may have been cut short: copy it again, and import it anew",
-        )
+        hint = "it is damaged, or other bytes follow its end: copy it again, or unpack it and import that"
+        if "Truncated" in reason or not str(error):
+            hint = "it may have been cut short: copy it again, and import it anew"
+        return Corrupt(f"cannot read {self._url} as {self._compression}: {reason}", hint=hint)
 
     def __enter__(self) -> OpenFile:
         return self
