@@ -408,6 +408,7 @@ def test_a_manifest_of_ten_thousand_files_comes_back_whole(store: JobStore) -> N
     assert next(store.manifest("job1", "write")) == files[0]
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_files_of_one_job_are_read_one_by_one_and_completed(store_factory: Stores) -> None:
     store = store_factory()
     store.create([new_job("job1", 20)])

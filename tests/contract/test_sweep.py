@@ -542,6 +542,7 @@ def test_metadata_of_refused_commits_goes_and_what_a_snapshot_needs_stays(yard: 
 # Everything at once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_no_mixture_of_jobs_loses_anything_that_is_referred_to(yard: Yard, seed: int) -> None:
     """Random jobs in all states with lost and live attempts; PyIceberg and the store say what is needed."""

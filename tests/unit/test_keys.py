@@ -19,6 +19,8 @@ from lockstep.job import SortKey
 from lockstep.keys import KeyColumns, SortedRows, cut, key_from_json, key_of, key_to_json
 from lockstep.ordering import order
 
+pytestmark = pytest.mark.long
+
 LONG = "x" * 700
 TEXTS = ["", "a", "a\0", "a\0\0", "ab", "é", "a" * 8, "a" * 8 + "b", "a" * 8 + "\0", LONG, LONG + "y"]
 FLOATS = [0.0, -0.0, math.nan, math.inf, -math.inf, 5e-324, -5e-324, 1.5]

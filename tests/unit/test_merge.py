@@ -30,6 +30,8 @@ from tests.runs_lab import (
     small,
 )
 
+pytestmark = pytest.mark.long
+
 ORDERS = [
     (SortKey("k"),),
     (SortKey("k", descending=True, nulls_first=False),),

@@ -29,6 +29,8 @@ from lockstep.unique import Duplicate, Published, UniqueReader, code_of, judge, 
 from tests.iceberg_tables import Lake
 from tests.runs_lab import Crashes, Row, RunsLab, batch_of, in_order, rows_of, small
 
+pytestmark = pytest.mark.long
+
 Tasks = list[list[Row]]
 POLICIES = ["error", "keep-first", "keep-last", "reject"]
 
