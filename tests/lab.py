@@ -28,7 +28,7 @@ from pyiceberg.transforms import parse_transform
 from pyiceberg.types import DecimalType, NestedField, StringType, TimestamptzType
 
 from lockstep.config import load_config
-from lockstep.job import Job, State
+from lockstep.job import Job, State, snapshot_id_of
 from lockstep.source.chdb_launch import IDLE_VARIABLE, connect
 from lockstep.store import JobStore, open_store
 from tests import players
@@ -387,6 +387,11 @@ class Lab:
         line = [snapshot_id for snapshot_id in reversed(line) if snapshot_id in ours]
         assert len(line) == len(ours), "a published snapshot is not on the main branch"
         return line
+
+    def is_fenced(self, job: Job, target: str = "db.events") -> bool:
+        """Whether the register of the job's commit holds a fence: no request of it can land any more."""
+        held = self.table(target).metadata.snapshot_by_id(snapshot_id_of(job.commit_id))
+        return held is not None and _is_fence(held)
 
     def assert_exact(self, jobs: int = 1, table: str = "events", target: str = "db.events") -> None:
         """The target holds the source's rows once each, in one snapshot per completed job."""

@@ -176,6 +176,7 @@ def test_replace_fences_a_first_job_that_sleeps_in_its_commit(
         # However slow the others are, it does not wake up before they are done.
         lab.freeze_group(committer.pid)
         (second,) = unmanned.detached("--on-existing", "replace")
+        assert lab.is_fenced(lab.store().read(first), unmanned.target)
         lab.work_off()
         os.killpg(committer.pid, signal.SIGCONT)
         assert committer.wait() == 0, troupe.said()
