@@ -18,6 +18,7 @@ from lockstep.job import KEYS, RUN, Json, SortKey
 from lockstep.ordering import order
 from lockstep.sink.run import RunSink, SortedRunSink
 from lockstep.sink.staging import parse_staged_name
+from lockstep.storage import Storage
 from tests.runs_lab import ARROW, JOB, SCHEMA, RunsLab, batch_of, rows_of, small
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,29 @@ def test_a_buffer_that_is_full_says_so_and_writes_a_run_when_more_comes(tmp_path
     assert [run.rows for run in sink.flush()] == [120, 60]
     assert sink.flush() == []
     assert sink.pending_bytes == 0
+
+
+def test_the_companions_of_rows_count_in_the_memory_of_their_buffer(tmp_path: Path) -> None:
+    batch = batch_of([(at, f"{at:01000}", at) for at in range(10)])
+    full = []
+    for unique in ((), ("s",)):
+        sink = sink_of(RunsLab(tmp_path, unique=unique, memory=22_500))
+        sink.add(batch, pa.array(range(10)))
+        full.append(sink.full)
+    assert full == [False, True]
+
+
+def test_a_run_that_the_storage_does_not_have_with_its_size_is_not_listed(tmp_path: Path) -> None:
+    class Short(Storage):
+        def size(self, url: str) -> int | None:
+            found = super().size(url)
+            return None if found is None else found - 1
+
+    lab = RunsLab(tmp_path)
+    sink = RunSink(lab.plan, JOB, "map", 0, 1, Short())
+    sink.add(batch_of([(1, "x", 1)]))
+    with pytest.raises(Corrupt):
+        sink.flush()
 
 
 def test_an_aborted_sink_leaves_no_file_that_was_not_finished(tmp_path: Path) -> None:
@@ -163,7 +187,8 @@ def measured(tmp_path: Path, body: str) -> Json:
         from lockstep.merge import MergeReader
         from lockstep.passes import newest_runs, next_stage
         from lockstep.sink.run import RunSink, SortedRunSink
-        from tests.runs_lab import JOB, RunsLab
+        from lockstep.storage import Storage
+from tests.runs_lab import JOB, RunsLab
         folder = Path({str(tmp_path)!r})
 
         def resident_mb(name="VmRSS"):
