@@ -992,6 +992,22 @@ def test_a_key_that_somebody_publishes_while_ours_is_merged_is_noticed_before_th
         assert "a.csv line 3" in job.error.message
 
 
+def test_a_key_that_somebody_publishes_meanwhile_is_nothing_to_rows_that_lost_before(lab: ImportLab) -> None:
+    lab.write("first.csv", "id,k\n7,1\n")
+    assert lab.run("first.csv", mode="direct").state is State.COMPLETED
+    lab.write("a.csv", "id,k\n1,1\n2,2\n")
+    lab.write("b.csv", "id,k\n9,1\n")
+    job = lab.plan("a.csv", unique=("k",), on_duplicate="keep-first")
+    while job.state is not State.COMMITTING:
+        job = lab.round(job, commit=False)
+    assert lab.run("b.csv", mode="direct").state is State.COMPLETED
+
+    job = lab.finish(job)
+
+    assert job.state is State.COMPLETED, job.error
+    assert sorted(row["id"] for row in lab.rows()) == [2, 7, 9]
+
+
 # Other inputs
 
 
