@@ -187,8 +187,7 @@ def measured(tmp_path: Path, body: str) -> Json:
         from lockstep.merge import MergeReader
         from lockstep.passes import newest_runs, next_stage
         from lockstep.sink.run import RunSink, SortedRunSink
-        from lockstep.storage import Storage
-from tests.runs_lab import JOB, RunsLab
+        from tests.runs_lab import JOB, RunsLab
         folder = Path({str(tmp_path)!r})
 
         def resident_mb(name="VmRSS"):
