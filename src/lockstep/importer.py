@@ -280,7 +280,9 @@ def _ordered(head: TargetTable, request: ImportRequest) -> TargetTable:
     if present == fields:
         return head
     if present:
-        by = ", ".join(_name_of(head.schema, field["source-id"]) for field in present)
+        from lockstep.partitioning import order_names
+
+        by = ", ".join(order_names(head.sort_order, head.schema))
         raise Invalid(
             f"{request.target} is sorted by {by} already",
             hint="leave --sort-by out, or change the table's sort order first",

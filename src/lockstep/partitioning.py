@@ -57,6 +57,16 @@ def order_fields(sort_order: Json, schema: Json) -> list[Field]:
     return [_field_of({**raw, "name": "sort order"}, schema) for raw in sort_order["fields"]]
 
 
+def order_names(sort_order: Json, schema: Json) -> list[str]:
+    """A sort order as people write it: `bucket[16](id)`, `ts desc`."""
+    named = []
+    for raw, column in zip(sort_order["fields"], order_fields(sort_order, schema), strict=True):
+        name, transform = ".".join(column.path), raw["transform"]
+        text = name if transform == "identity" else f"{transform}({name})"
+        named.append(text + (" desc" if raw["direction"] == "desc" else ""))
+    return named
+
+
 def _field_of(raw: Json, schema: Json) -> Field:
     source_id = raw["source-id"] if "source-id" in raw else raw["source-ids"][0]
     name, text = str(raw["name"]), str(raw["transform"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +26,6 @@ from lockstep.job import (
     Job,
     Json,
     Kind,
-    Plan,
     StagedFile,
     State,
 )
@@ -122,17 +121,6 @@ def review(job: Job, store: JobStore, config: Config, head: TargetTable | None =
     return problem
 
 
-def sorted_by(plan: Plan) -> list[str]:
-    """The table's order as people write it: `bucket[16](id)`, `ts desc`."""
-    named = []
-    columns = order_fields(plan.sort_order, plan.schema)
-    for raw, column in zip(plan.sort_order["fields"], columns, strict=True):
-        name, transform = ".".join(column.path), raw["transform"]
-        text = name if transform == "identity" else f"{transform}({name})"
-        named.append(text + (" desc" if raw["direction"] == "desc" else ""))
-    return named
-
-
 def sortedness(job: Job, store: JobStore) -> float | None:
     """The share of data files that begin where the one before them in their partition ends, or later.
 
@@ -144,51 +132,58 @@ def sortedness(job: Job, store: JobStore) -> float | None:
         return None
     fixed = {(one.get("source-id"), one["transform"]) for one in plan.spec["fields"]}
     columns = order_fields(plan.sort_order, plan.schema)
-    varying = [
+    varying = (
         (raw, column.transform)
         for raw, column in zip(plan.sort_order["fields"], columns, strict=True)
         if (raw["source-id"], raw["transform"]) not in fixed
-    ]
+    )
+    leading, transform = next(varying, (None, None))
+    if leading is None or transform is None:
+        return 1.0
+    extent_of = _extents(leading, transform)
     pairs = told = in_row = 0
     before: dict[tuple[Any, ...], Extent | None] = {}
     for file in store.manifest(job.job_id, plan.stages[-1]):
         if file.kind != DATA:
             continue
-        partition = tuple(file.partition)
-        extent = _extent(file, *varying[0]) if varying else None
+        partition, extent = tuple(file.partition), extent_of(file)
         if partition in before:
             pairs += 1
             earlier = before[partition]
             if earlier is not None and extent is not None:
                 told += 1
-                backwards = varying[0][0]["direction"] == "desc"
+                backwards = leading["direction"] == "desc"
                 in_row += extent[1] <= earlier[0] if backwards else earlier[1] <= extent[0]
         before[partition] = extent
-    if not pairs or not varying:
+    if not pairs:
         return 1.0
     return in_row / told if told else None
 
 
-def _extent(file: StagedFile, raw: Json, transform: Transform) -> Extent | None:
-    """The least and the greatest value; of texts what their shortened bounds are sure of."""
+def _extents(raw: Json, transform: Transform) -> Callable[[StagedFile], Extent | None]:
+    """Tells the least and the greatest value of a file; of texts what their shortened bounds are sure of."""
     from pydantic import TypeAdapter
     from pyiceberg.conversions import from_bytes
     from pyiceberg.transforms import parse_transform
     from pyiceberg.types import IcebergType, PrimitiveType
 
     if transform.name not in MONOTONIC:
-        return None
+        return lambda file: None
     field_id = str(raw["source-id"])
-    bounds = [file.stats.get(name, {}).get(field_id) for name in ("lower_bounds", "upper_bounds")]
-    if None in bounds:
-        return None
     parsed: Any = TypeAdapter(IcebergType).validate_python(transform.source_type)
     assert isinstance(parsed, PrimitiveType)
     change = parse_transform(raw["transform"]).transform(parsed)
-    low: Any
-    high: Any
-    low, high = (change(from_bytes(parsed, base64.b64decode(bound))) for bound in bounds)
-    return (low[:SURE], high[:SURE]) if isinstance(low, str | bytes) else (low, high)
+
+    def extent_of(file: StagedFile) -> Extent | None:
+        bounds = [file.stats.get(name, {}).get(field_id) for name in ("lower_bounds", "upper_bounds")]
+        if None in bounds:
+            return None
+        low: Any
+        high: Any
+        low, high = (change(from_bytes(parsed, base64.b64decode(bound))) for bound in bounds)
+        return (low[:SURE], high[:SURE]) if isinstance(low, str | bytes) else (low, high)
+
+    return extent_of
 
 
 # Rejects

@@ -32,7 +32,8 @@ from lockstep.errors import Conflict, Invalid, Retryable
 from lockstep.importer import PlannedImport, plan_import
 from lockstep.job import DATA, RUN, Job, State
 from lockstep.merge import Dropped, MergeReader
-from lockstep.review import sorted_by, sortedness, summary, tally
+from lockstep.partitioning import order_names
+from lockstep.review import sortedness, summary, tally
 from lockstep.source import Chunk, ParseOptions
 from lockstep.source.files import FilesInput
 from lockstep.stages import stage_is_over
@@ -522,7 +523,7 @@ def test_the_share_of_files_in_order_is_that_of_the_transformed_values_or_unknow
     job = lab.run("a.csv", create=False, file_size_bytes=8_000)
 
     assert job.state is State.COMPLETED, job.error
-    assert sorted_by(job.plan) == names
+    assert order_names(job.plan.sort_order, job.plan.schema) == names
     assert len(lab.files()) > 2
     backwards = SimpleNamespace(manifest=lambda *at: reversed(list(lab.store.manifest(*at))))
     found = [sortedness(job, store) for store in (lab.store, cast(Any, backwards))]

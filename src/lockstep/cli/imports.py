@@ -240,11 +240,11 @@ def _closing(session: Session, job: Job) -> list[Answer]:
 
 
 def _sorted_by(job: Job, summary: dict[str, Any]) -> str:
-    from lockstep.review import sorted_by
+    from lockstep.partitioning import order_names
 
     if job.plan.terms is None or not job.plan.terms.order:
         return "nothing"
-    by = ", ".join(sorted_by(job.plan))
+    by = ", ".join(order_names(job.plan.sort_order, job.plan.schema))
     if not summary["data_files"]:
         return by
     if summary["sortedness"] is None:
